@@ -1,0 +1,540 @@
+"""GRPO that trains on the tokens that carry the gradient: GMTS (arXiv 2608.30632) on top of TRL's `GRPOTrainer`.
+
+What differs from `GRPOTrainer` is `compute_loss`. At the first micro-batch of an optimizer step it plans the whole step:
+
+1. Score: a forward without gradient over the step's micro-batches. Their log-probs and entropies are handed to TRL's own
+   loss as leaf tensors, so its derivative gives each token's coefficient, whatever the loss type.
+2. Select: keep the top fraction of |entropy x coefficient|, exactly, over all micro-batches and processes.
+
+and at every micro-batch it runs its share of the plan:
+
+3. Train: a forward with gradient, and a surrogate whose value is TRL's loss and whose gradient is that of the kept
+   tokens alone.
+
+This holds because TRL's loss depends on the model through the log-probs and entropies only: at the current weights its
+gradient is the sum over tokens of coefficient x gradient of the log-prob, and leaving a token out means leaving its term
+out. The attention mask, the positions and the buffered batch stay as TRL made them.
+
+Left to others: the formula of the loss, generation, rewards, logging and processes (TRL); what ranks tokens
+(`scores.py`); exact thresholds (`selection.py`); what is logged (`metrics.py`); what TRL must offer (`seams.py`).
+"""
+
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from .config import GMTSGRPOConfig
+from .metrics import selection_metrics, selection_sums
+from .scores import entropy_scores, gmts_scores, random_scores
+from .seams import TRLSeamError, check_attributes, check_methods
+from .selection import Selected, keep_extreme, select_tokens
+
+
+logger = logging.get_logger(__name__)
+
+Batch = dict[str, Any]
+Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # log-probs (B, T), entropies (B, T), MoE loss ()
+
+
+@dataclass
+class ForwardCall:
+    """The arguments with which TRL's loss asks for the log-probs of one micro-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _StopAtForward(Exception):
+    """Raised to leave TRL's loss at the point where it would run the model, with the call it was about to make."""
+
+    def __init__(self, call: ForwardCall) -> None:
+        self.call = call
+
+
+@dataclass
+class ScoredBatch:
+    """One micro-batch after stage 1. B rows, T completion positions."""
+
+    call: ForwardCall
+    loss: torch.Tensor
+    """(): TRL's loss, detached."""
+    mask: torch.Tensor
+    """bool (B, T): completion tokens that the model wrote and that are not masked."""
+    entropies: torch.Tensor
+    """float (B, T), nats."""
+    logp_grads: torch.Tensor
+    """float (B, T): derivative of the loss with respect to each log-prob; NaN where the token cannot be scored."""
+    entropy_grads: torch.Tensor | None
+    """float (B, T): the same for the entropies; None without an entropy bonus."""
+    aux_grad: torch.Tensor | None
+    """(): the same for the MoE load-balancing loss; None without one."""
+
+
+@dataclass
+class PlannedBatch:
+    """What one micro-batch trains on: stage 3's input."""
+
+    call: ForwardCall
+    loss: torch.Tensor
+    """(): TRL's loss, detached."""
+    kept: torch.Tensor
+    """bool (B, T)."""
+    logp_weights: torch.Tensor
+    """float (B, T): what multiplies the gradient of each log-prob; zero where a token is not kept."""
+    entropy_weights: torch.Tensor | None
+    """float (B, T): the same for the entropies."""
+    aux_weight: torch.Tensor | None
+    """(): the same for the MoE load-balancing loss, which belongs to no token and is never selected."""
+
+
+@dataclass
+class TokenSelection:
+    """The tokens of this process in the last optimizer step: R answers, T completion positions."""
+
+    completion_ids: torch.Tensor
+    """int64 (R, T)."""
+    mask: torch.Tensor
+    """bool (R, T): tokens that could be trained on."""
+    kept: torch.Tensor
+    """bool (R, T): tokens that were."""
+    scores: torch.Tensor
+    """float32 (R, T): what ranked them; NaN where a token could not be scored."""
+    entropies: torch.Tensor
+    """float (R, T), nats."""
+    advantages: torch.Tensor
+    """float (R, 1) or (R, T)."""
+
+
+class GMTSGRPOTrainer(GRPOTrainer):
+    r"""
+    TRL's `GRPOTrainer`, trained on the tokens with the largest gradients (GMTS, arXiv 2608.30632).
+
+    Takes the arguments of `GRPOTrainer`, with a [`GMTSGRPOConfig`] as `args`. Generation, rewards, advantages, the loss
+    and its options, logging, checkpoints and parallelism are TRL's.
+
+    The score of a token is |E * c|, with E its entropy in nats and c the coefficient of its log-probability's gradient
+    in TRL's own loss, expressed per token: the derivative of the loss times N / P, where N counts the trainable tokens
+    of the optimizer step over its P processes. For `loss_type="dapo"` c is the paper's omega. Kept are the tokens with
+    a score of at least tau, the ceil(rho * N)-th largest; with `normalize_selected` their coefficients are multiplied
+    by N / S, S = max(kept, ceil(rho * N)) summed over the thresholds' scopes, so that the loss is the mean over kept
+    tokens (Eq. 2).
+
+    Logged once per optimizer step, over all processes and micro-batches, beside TRL's own metrics, which keep their
+    meaning (all tokens, once per micro-batch):
+
+    - `gmts/kept_fraction`: tokens kept / trainable tokens. Near `selection_ratio`; lower when fewer tokens score above
+      zero, higher when scores tie at the threshold.
+    - `gmts/kept_tokens`: number of tokens kept.
+    - `gmts/threshold`: the score tau (mean over prompts or answers where the scope has several), in nats times
+      advantage for the default loss.
+    - `gmts/zero_score_fraction`: share of trainable tokens with a score of exactly zero (no advantage, clipped, or a
+      certain token).
+    - `gmts/nonfinite_scores`: number of tokens that could not be scored (a NaN or infinite log-prob, entropy or
+      coefficient). They are never selected; anything but 0 deserves a look.
+    - `gmts/entropy_kept`, `gmts/entropy_dropped`: mean entropy of the kept and of the other trainable tokens, nats.
+    - `gmts/kept_positive_advantage`: share of kept tokens whose advantage is positive.
+    - `gmts/answers_with_kept`: share of answers with at least one kept token.
+    - `gmts/effective_answers`: 1 / sum of squared shares of the kept tokens per answer: over how many answers the
+      update is spread. A small number means that few answers drive the step.
+    - `gmts/entropy_overlap`: share of kept tokens that entropy selection with the same budget would also keep. At 1
+      GMTS and entropy selection cannot be told apart.
+
+    A mean over no token (nothing kept, say) is not logged for that step.
+
+    Args:
+        model, reward_funcs, *args, **kwargs:
+            As in `GRPOTrainer`.
+        args ([`GMTSGRPOConfig`], *optional*):
+            Configuration. If not given, the defaults with an output directory named after the model.
+
+    Attributes:
+        last_selection (`TokenSelection` or `None`):
+            What was kept in the last optimizer step, for looking at. `None` before the first one and with
+            `token_selection="none"`.
+
+    Raises:
+        TypeError: if `args` is a `GRPOConfig` without the fields of `GMTSGRPOConfig`.
+        ValueError: see [`GMTSGRPOConfig`].
+        TRLSeamError: if the installed TRL lacks, or has changed, something the selection depends on.
+
+    Example:
+
+    ```python
+    from trl_gmts import GMTSGRPOConfig, GMTSGRPOTrainer
+
+    trainer = GMTSGRPOTrainer(
+        model="Qwen/Qwen2.5-Math-1.5B",
+        reward_funcs=reward,
+        args=GMTSGRPOConfig(output_dir="out", selection_ratio=0.2),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "gmts"]
+    _name = "GMTS"
+    _paper = {
+        "title": "GMTS: Gradient Magnitude-based Token Selection Improves RLVR Training for LLM Reasoning",
+        "id": "2608.30632",
+        "citation": textwrap.dedent("""\
+            @article{lv2026gmts,
+                title        = {{GMTS: Gradient Magnitude-based Token Selection Improves RLVR Training for LLM Reasoning}},
+                author       = {Lv and Zhang and Zhang},
+                year         = 2026,
+                eprint       = {arXiv:2608.30632},
+            }"""),
+    }
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: GMTSGRPOConfig | None = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        check_methods()
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = GMTSGRPOConfig(f"{name.split('/')[-1]}-GMTS")
+        if not isinstance(args, GMTSGRPOConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}, which has no token selection in it. Pass a GMTSGRPOConfig: it takes "
+                "the same arguments as GRPOConfig and adds the selection's."
+            )
+        # Stands in for the model's forward inside TRL's loss while a step is planned; None otherwise.
+        self._instead_of_forward: Callable[[ForwardCall], Forward] | None = None
+        # What remains to be run of the current optimizer step, by TRL's count of micro-batches.
+        self._plan: dict[int, PlannedBatch] = {}
+        self.last_selection: TokenSelection | None = None
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        check_attributes(self)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """
+        TRL's loss of one micro-batch, with the gradient of the kept tokens only.
+
+        Args:
+            model (`torch.nn.Module`): the wrapped policy.
+            inputs (`dict`): one of the micro-batches that TRL buffered after generation.
+            return_outputs (`bool`): not supported by `GRPOTrainer`.
+            num_items_in_batch: unused, as in `GRPOTrainer`.
+
+        Returns:
+            `torch.Tensor` of shape `()`.
+        """
+        if self.args.token_selection == "none" or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            raise ValueError("GMTSGRPOTrainer does not support return_outputs=True, as GRPOTrainer does not.")
+        if self._step not in self._plan:
+            self._plan = self._plan_step(model, inputs)
+        planned = self._plan.pop(self._step)
+        if self.accelerator.sync_gradients != (not self._plan):
+            raise RuntimeError(
+                f"The optimizer step was planned over {self.current_gradient_accumulation_steps} micro-batches, but "
+                f"accelerate's sync_gradients is {self.accelerator.sync_gradients} with {len(self._plan)} of them "
+                "still to run. Set gradient accumulation through gradient_accumulation_steps of the config only."
+            )
+        return self._loss_of_kept_tokens(model, planned)
+
+    # The step: what is trained on
+
+    def _plan_step(self, model: torch.nn.Module, inputs: Batch) -> dict[int, PlannedBatch]:
+        window = self._window(inputs)
+        num_tokens = self._sum_over_processes(sum(_trainable(batch).sum() for batch in window))  # N
+        scored = self._score(model, window, num_tokens)
+        selected = self._select(window, scored, num_tokens)
+        scale = num_tokens / max(selected.denominator, 1) if self.args.normalize_selected else 1.0
+        planned = {}
+        for batch, kept in zip(scored, selected.kept.split([len(batch.mask) for batch in scored]), strict=True):
+            planned[self._step + len(planned)] = PlannedBatch(
+                call=batch.call,
+                loss=batch.loss,
+                kept=kept,
+                logp_weights=_weights(batch.logp_grads, kept, scale),
+                entropy_weights=None if batch.entropy_grads is None else _weights(batch.entropy_grads, kept, scale),
+                aux_weight=batch.aux_grad,
+            )
+        return planned
+
+    def _window(self, inputs: Batch) -> list[Batch]:
+        """The micro-batches of the optimizer step that begins now, on this process."""
+        buffer = self._buffered_inputs
+        first = self._step % self.args.steps_per_generation
+        last = first + self.current_gradient_accumulation_steps
+        if not isinstance(buffer, list) or last > len(buffer):
+            raise TRLSeamError(
+                f"The micro-batches {first} to {last} of the optimizer step are not in GRPOTrainer's buffer."
+            )
+        if buffer[first] is not inputs:
+            raise RuntimeError(
+                "compute_loss was given a batch that is not the one GRPOTrainer buffered, so the selection would rank "
+                "other tokens than it trains on. Change batches in _generate_and_score_completions, not later."
+            )
+        return buffer[first:last]
+
+    # Stage 1: score
+
+    def _score(self, model: torch.nn.Module, window: list[Batch], num_tokens: torch.Tensor) -> list[ScoredBatch]:
+        scored = []
+        # The random stream is put back, so that generation and dropout draw what they would in GRPOTrainer.
+        with _preserved_rng(self.accelerator.device):
+            for i, batch in enumerate(window):
+                call = self._forward_call(model, batch)
+                with (
+                    torch.no_grad(),
+                    disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+                ):
+                    forward = self._forward(model, call)
+                if self.args.normalize_selected and self.args.selection_ratio < 1:
+                    # Losses that divide by the generation batch's tokens divide by this step's: Eq. 2 averages over one
+                    # step. The count TRL expects is that of a generation batch of such steps.
+                    steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
+                    batch = {**batch, "num_items_in_batch": num_tokens * steps}
+                with self._micro_step(is_last=i == len(window) - 1):
+                    scored.append(self._differentiate_loss(model, batch, call, forward))
+        return scored
+
+    def _forward_call(self, model: torch.nn.Module, batch: Batch) -> ForwardCall:
+        """What TRL's loss would run through the model for this micro-batch."""
+
+        def stop(call: ForwardCall) -> Forward:
+            raise _StopAtForward(call)
+
+        try:
+            with self._replaced_forward(stop):
+                super().compute_loss(model, batch)
+        except _StopAtForward as stopped:
+            return stopped.call
+        raise TRLSeamError("GRPOTrainer's loss did not ask for log-probs through _get_per_token_logps_and_entropies.")
+
+    def _forward(self, model: torch.nn.Module, call: ForwardCall) -> Forward:
+        result = super()._get_per_token_logps_and_entropies(model, *call.args, **call.kwargs)
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise TRLSeamError(
+                "GRPOTrainer._get_per_token_logps_and_entropies did not return (log-probs, entropies, auxiliary loss)."
+            )
+        logps, entropies, _ = result
+        if not (torch.is_tensor(logps) and torch.is_tensor(entropies) and logps.shape == entropies.shape):
+            raise TRLSeamError(
+                "GRPOTrainer._get_per_token_logps_and_entropies did not return log-probs and entropies of one shape."
+            )
+        return result
+
+    def _differentiate_loss(
+        self, model: torch.nn.Module, batch: Batch, call: ForwardCall, forward: Forward
+    ) -> ScoredBatch:
+        """TRL's loss of a micro-batch and its derivatives, as a function of the log-probs and entropies alone."""
+        logps, entropies, aux_loss = forward
+        mask = _trainable(batch)
+        if mask.shape != logps.shape:
+            raise TRLSeamError(f"Log-probs have the shape {tuple(logps.shape)}, the completions {tuple(mask.shape)}.")
+        unusable = _unusable_tokens(batch, logps, entropies)
+        if unusable.any():
+            batch, logps, clean_entropies = _without(unusable, batch, logps, entropies)
+        else:
+            clean_entropies = entropies
+        leaves = [tensor.detach().requires_grad_() for tensor in (logps, clean_entropies)]
+        aux_leaf = None if aux_loss is None else aux_loss.detach().requires_grad_()
+        with torch.enable_grad(), self._replaced_forward(lambda _: (leaves[0], leaves[1], aux_leaf)):
+            loss = super().compute_loss(model, batch)
+        if not loss.requires_grad:
+            raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
+        inputs = leaves if aux_leaf is None else [*leaves, aux_leaf]
+        logp_grads, entropy_grads, *aux_grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        if logp_grads is None:
+            raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
+        return ScoredBatch(
+            call=call,
+            loss=loss.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+            mask=mask,
+            entropies=entropies,
+            logp_grads=logp_grads.masked_fill(unusable, float("nan")),
+            entropy_grads=entropy_grads,
+            aux_grad=aux_grads[0] if aux_grads else None,
+        )
+
+    # Stage 2: select
+
+    def _select(self, window: list[Batch], scored: list[ScoredBatch], num_tokens: torch.Tensor) -> Selected:
+        mask = torch.cat([batch.mask for batch in scored])
+        entropies = torch.cat([batch.entropies for batch in scored])
+        coefficients = torch.cat([batch.logp_grads for batch in scored])
+        answer_ids = _rows(window, "answer_ids")
+        if self.args.token_selection == "gmts":
+            # In the paper's units: the derivative of a mean over tokens, times their number.
+            scores = gmts_scores(entropies, coefficients * (num_tokens / self.accelerator.num_processes))
+        elif self.args.token_selection == "entropy":
+            scores = entropy_scores(entropies)
+        else:
+            scores = random_scores(answer_ids, mask.size(1), self.args.seed, self.state.global_step)
+        scores = scores.masked_fill(~(torch.isfinite(coefficients) & torch.isfinite(entropies)), float("nan"))
+
+        num_answers = self.args.generation_batch_size
+        segments, num_segments = {
+            "batch": (torch.zeros_like(answer_ids), 1),
+            "group": (answer_ids // self.num_generations, num_answers // self.num_generations),
+            "sequence": (answer_ids, num_answers),
+        }[self.args.selection_scope]
+        segments = segments[:, None].expand_as(mask)
+        selected = select_tokens(
+            scores,
+            mask,
+            segments,
+            num_segments,
+            self.args.selection_ratio,
+            scored_only=self.args.selection_base == "scored",
+            bottom=self.args.select_bottom,
+            sum_over_processes=self._sum_over_processes,
+        )
+        self.last_selection = TokenSelection(
+            completion_ids=_rows(window, "completion_ids"),
+            mask=mask,
+            kept=selected.kept,
+            scores=scores,
+            entropies=entropies,
+            advantages=_rows(window, "advantages").view(len(mask), -1),
+        )
+        self._log_selection(self.last_selection, selected, segments)
+        return selected
+
+    def _log_selection(self, tokens: TokenSelection, selected: Selected, segments: torch.Tensor) -> None:
+        by_entropy, _ = keep_extreme(
+            entropy_scores(tokens.entropies),
+            tokens.mask & torch.isfinite(tokens.scores),
+            segments,
+            selected.budgets,
+            bottom=self.args.select_bottom,
+            sum_over_processes=self._sum_over_processes,
+        )
+        sums = selection_sums(tokens.kept, tokens.mask, tokens.scores, tokens.entropies, tokens.advantages, by_entropy)
+        metrics = selection_metrics(self._sum_over_processes(sums))
+        if not selected.thresholds.isnan().all():
+            metrics["threshold"] = selected.thresholds.nanmean().item()
+        if metrics["nonfinite_scores"] > 0:
+            logger.warning_once(
+                f"{metrics['nonfinite_scores']:.0f} tokens of this step have a log-prob, entropy or coefficient that is "
+                "not finite. They are left out of the update; see gmts/nonfinite_scores for how many there are at "
+                "each step."
+            )
+        for name, value in metrics.items():
+            self._metrics["train"][f"gmts/{name}"].append(value)
+
+    # Stage 3: train
+
+    def _loss_of_kept_tokens(self, model: torch.nn.Module, planned: PlannedBatch) -> torch.Tensor:
+        logps, entropies, aux_loss = self._forward(model, planned.call)
+        zero = logps.new_zeros(())
+        # `where` and not a product: a dropped token passes back an exact zero even where its log-prob is not finite.
+        surrogate = torch.where(planned.kept, planned.logp_weights * logps, zero).sum()
+        if planned.entropy_weights is not None:
+            surrogate = surrogate + torch.where(planned.kept, planned.entropy_weights * entropies, zero).sum()
+        if planned.aux_weight is not None:
+            surrogate = surrogate + planned.aux_weight * aux_loss
+        return planned.loss + surrogate - surrogate.detach()
+
+    # TRL's seams
+
+    def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Forward:
+        if self._instead_of_forward is not None:
+            return self._instead_of_forward(ForwardCall(args, kwargs))
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch with `answer_ids` (B,): each answer's number in the generation batch of all processes."""
+        batch = super()._generate_and_score_completions(inputs)
+        size = len(batch["completion_ids"])
+        first = self.accelerator.process_index * size
+        # TRL shuffles the rows and splits them into micro-batches, along every tensor of this length.
+        batch["answer_ids"] = torch.arange(first, first + size, device=batch["completion_ids"].device)
+        return batch
+
+    @contextmanager
+    def _replaced_forward(self, replacement: Callable[[ForwardCall], Forward]) -> Iterator[None]:
+        self._instead_of_forward = replacement
+        try:
+            yield
+        finally:
+            self._instead_of_forward = None
+
+    @contextmanager
+    def _micro_step(self, is_last: bool) -> Iterator[None]:
+        """TRL's loss closes its books (adaptive entropy) when gradients are about to be synchronised."""
+        state = self.accelerator.gradient_state
+        before = state.sync_gradients
+        state._set_sync_gradients(is_last)
+        try:
+            yield
+        finally:
+            state._set_sync_gradients(before)
+
+    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, reduction="sum")
+
+
+def _trainable(batch: Batch) -> torch.Tensor:
+    """bool (B, T): tokens that enter the loss."""
+    mask = batch["completion_mask"].bool()
+    return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+
+
+def _weights(grads: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    return (grads * scale).masked_fill(~kept, 0.0)
+
+
+def _rows(window: list[Batch], name: str) -> torch.Tensor:
+    if any(name not in batch for batch in window):
+        raise TRLSeamError(f"The buffered batches have no {name!r}.")
+    return torch.cat([batch[name] for batch in window])
+
+
+def _unusable_tokens(batch: Batch, logps: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """bool (B, T): tokens of which something that the loss reads is not finite."""
+    unusable = ~(torch.isfinite(logps) & torch.isfinite(entropies))
+    for name, tensor in _per_answer_or_token(batch, logps):
+        if name != "sampling_per_token_logps":  # TRL itself handles tokens that vLLM could not score
+            unusable = unusable | ~torch.isfinite(tensor).view(len(logps), -1)
+    return unusable
+
+
+def _without(
+    unusable: torch.Tensor, batch: Batch, logps: torch.Tensor, entropies: torch.Tensor
+) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """Copies in which unusable tokens have all log-probs equal: ratio 1 and KL 0, so that TRL's loss stays finite."""
+    clean = dict(batch)
+    for name, tensor in _per_answer_or_token(batch, logps):
+        finite = tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name != "sampling_per_token_logps" else tensor
+        clean[name] = finite.masked_fill(unusable, 0.0) if tensor.shape == logps.shape else finite
+    return clean, logps.masked_fill(unusable, 0.0), entropies.masked_fill(unusable, 0.0)
+
+
+def _per_answer_or_token(batch: Batch, logps: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The batch's floating-point tensors of shape (B,), (B, 1) or (B, T)."""
+    size, width = logps.shape
+    return [
+        (name, tensor)
+        for name, tensor in batch.items()
+        if torch.is_tensor(tensor)
+        and tensor.is_floating_point()
+        and tensor.shape in ((size,), (size, 1), (size, width))
+    ]
+
+
+@contextmanager
+def _preserved_rng(device: torch.device) -> Iterator[None]:
+    if device.type in ("cpu", "mps"):
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
