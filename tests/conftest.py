@@ -1,0 +1,41 @@
+"""Settings shared by all tests: one thread, no hub, quiet TRL."""
+
+import os
+
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A saved tiny policy. TRL loads the reference model from where the policy came from."""
+    from harness import save_policy
+
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory):
+    """One output folder for all runs that save nothing."""
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def run(model_dir, run_dir):
+    """`harness.run` with a fresh copy of the saved policy."""
+    from harness import load_policy
+    from harness import run as run_harness
+
+    def fresh_run(trainer_class=None, *, model=None, dropout=0.0, **kwargs):
+        model = load_policy(model_dir, dropout=dropout) if model is None else model
+        return run_harness(trainer_class, model=model, output_dir=run_dir, **kwargs)
+
+    return fresh_run
