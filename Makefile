@@ -1,0 +1,68 @@
+# `make quickstart` and `make test` set up all that they need, in environments of their own inside this folder.
+#
+#   make quickstart ARGS="--model smollm2"      arguments for examples/quickstart.py
+#   make test PYTEST_ARGS="-n 2 -k selection"   arguments for pytest
+#   make test PYTHON=/path/to/python3.12        another Python, 3.11 or newer
+
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+PYTHON ?= $(shell sh scripts/find-python.sh)
+
+VENV := .venv
+OLDEST := .venv-oldest
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test lint docs core-tests test-oldest clean
+
+help:
+	@echo "make quickstart    watch a small policy learn with GMTS (CPU, about two minutes)"
+	@echo "make test          ruff, mypy, documentation and all tests"
+	@echo "make test-oldest   the core tests on the oldest supported TRL"
+	@echo "make lint          ruff and mypy"
+	@echo "make docs          build the site into site/"
+	@echo "make clean         remove environments and build outputs"
+
+quickstart: $(VENV)/quickstart.stamp
+	$(VENV)/bin/python examples/quickstart.py $(ARGS)
+
+test: lint docs core-tests
+
+lint: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: $(VENV)/dev.stamp
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+core-tests: $(VENV)/dev.stamp
+	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/dev.stamp
+	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel"
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache
+
+# An environment, and one stamp for each set of packages in it. A changed pin or dependency installs again.
+
+$(VENV)/bin/python $(OLDEST)/bin/python:
+	@test -n "$(PYTHON)" || { sh scripts/find-python.sh --explain; exit 1; }
+	$(PYTHON) -m venv $(@D)/..
+
+$(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing the quickstart's packages into $(VENV) (PyTorch is the large one) ..."
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[quickstart]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing the development packages into $(VENV) (PyTorch is the large one) ..."
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[quickstart,peft,docs,dev]"
+	@touch $@
+
+$(OLDEST)/dev.stamp: $(OLDEST)/bin/python pyproject.toml constraints-oldest.txt
+	@echo "Installing the oldest supported TRL into $(OLDEST) ..."
+	$(OLDEST)/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[quickstart,peft,dev]"
+	@touch $@
