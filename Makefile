@@ -50,7 +50,7 @@ clean:
 
 $(VENV)/bin/python $(OLDEST)/bin/python:
 	@test -n "$(PYTHON)" || { sh scripts/find-python.sh --explain; exit 1; }
-	$(PYTHON) -m venv $(@D)/..
+	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
 $(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing the quickstart's packages into $(VENV) (PyTorch is the large one) ..."
