@@ -109,8 +109,8 @@ class FixedRollouts:
 
 
 def spread_reward(completion_ids, **kwargs) -> list[float]:
-    """Fixed by the answer; the odd modulus makes advantages of many sizes within each group."""
-    return [(sum(i * token for i, token in enumerate(ids, 1)) % 11) / 11 for ids in completion_ids]
+    """Fixed by the answer. Squared, so that no advantage of a group is minus another, but for its rounding."""
+    return [((sum(i * token for i, token in enumerate(ids, 1)) % 11) / 11) ** 2 for ids in completion_ids]
 
 
 def half_flat_reward(prompts, completion_ids, **kwargs) -> list[float]:
@@ -121,6 +121,39 @@ def half_flat_reward(prompts, completion_ids, **kwargs) -> list[float]:
 
 def flat_reward(completion_ids, **kwargs) -> list[float]:
     return [1.0] * len(completion_ids)
+
+
+@torch.no_grad()
+def policy_logps(trainer, batch: dict) -> torch.Tensor:
+    """float64 (B, T): log-probs of the answers under the current policy, from its logits."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    width = batch["completion_ids"].size(1)
+    logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].double()
+    log_p = torch.log_softmax(logits / trainer.temperature, dim=-1)
+    return log_p.gather(2, batch["completion_ids"][:, :, None]).squeeze(2)
+
+
+def noise(batch: dict, seed: int) -> torch.Tensor:
+    """float64 (B, T): standard normal, the same for a token however wide the batch is padded."""
+    rows, width = batch["completion_ids"].shape
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 64, generator=generator, dtype=torch.float64)[:, :width]
+
+
+def off_policy(old: float = 0.0, ref: float = 0.0):
+    """Injects old (and reference) log-probs that lie this far, in standard deviations, from the policy's."""
+
+    def inject(trainer, batch):
+        logps = policy_logps(trainer, batch)
+        batch = dict(batch)
+        if old:
+            batch["old_per_token_logps"] = logps + old * noise(batch, 1)
+        if ref:
+            batch["ref_per_token_logps"] = logps + ref * noise(batch, 2)
+        return batch
+
+    return inject
 
 
 @dataclass
@@ -251,6 +284,7 @@ def run(
     model,
     output_dir,
     rollouts=None,
+    tool_tokens: bool = False,
     reward=spread_reward,
     inject=None,
     prompts=PROMPTS,
@@ -265,6 +299,7 @@ def run(
 
     Args:
         trainer_class: `GMTSGRPOTrainer` when None. With `GRPOTrainer` the config is a plain `GRPOConfig`.
+        rollouts: a `FixedRollouts` of this run's own, since it counts its rounds.
         inject: `(trainer, generated batch) -> generated batch`.
         sampled: let the model sample its answers instead of using fixed rollouts.
         watch_forwards: record the arguments of every forward of the decoder that carries gradient.
@@ -277,7 +312,7 @@ def run(
     args = config_class(output_dir=output_dir, **config_arguments(**config))
     kwargs = dict(trainer_arguments or {})
     if not sampled:
-        kwargs["rollout_func"] = FixedRollouts() if rollouts is None else rollouts
+        kwargs["rollout_func"] = FixedRollouts(tool_tokens=tool_tokens) if rollouts is None else rollouts
     trainer = recording(trainer_class)(
         model=model,
         reward_funcs=reward,

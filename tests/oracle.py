@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 
 
-TIE = 1e-6  # scores this close (relatively) are equal; `Oracle.gap` says that no other pair is near the threshold
+TIE = 1e-9  # float64 noise between equal scores; `Oracle.gap` says how near the next score is to the threshold
 LIMIT = 2e-5  # relative error allowed: TRL's fused LM head works in float32
 
 
@@ -21,6 +21,8 @@ class Settings:
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
+    loss: str = "dapo"  # or "grpo", "dr_grpo", "cispo"
+    max_length: int = 16  # of dr_grpo
     score: str = "gmts"  # or "entropy"
     ratio: float = 0.2
     scope: str = "batch"  # or "group", "sequence"
@@ -93,9 +95,6 @@ def answers_of(micro_batches: list[dict]) -> list[Answer]:
 def logps_and_entropy(model, answer: Answer, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,), (T,): log-prob of each token of the answer; entropy, in nats, of the distribution it was drawn from."""
     start, length = len(answer.prompt), answer.ids.numel()
-    if length == 0:
-        empty = torch.zeros(0, dtype=torch.float64)
-        return empty, empty
     row = torch.tensor([answer.prompt + answer.ids.tolist()])
     logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, start - 1 : start + length - 1]
     log_p = torch.log_softmax(logits.double() / temperature, dim=-1)
@@ -104,8 +103,10 @@ def logps_and_entropy(model, answer: Answer, temperature: float) -> tuple[torch.
 
 
 def paper_omega(logp, old, ref, advantage, settings: Settings) -> torch.Tensor:
-    """omega = r A 1[not clipped] + beta (pi_ref / pi - 1), in closed form."""
+    """omega = r A 1[not clipped] + beta (pi_ref / pi - 1), in closed form; for CISPO min(r, 1 + eps2) A."""
     ratio = (logp - old).exp()
+    if settings.loss == "cispo":
+        return ratio.clamp(max=settings.epsilon_high) * advantage  # TRL's epsilon_high is CISPO's 1 + eps2
     clipped = ((advantage > 0) & (ratio > 1 + settings.epsilon_high)) | (
         (advantage < 0) & (ratio < 1 - settings.epsilon_low)
     )
@@ -118,12 +119,27 @@ def paper_omega(logp, old, ref, advantage, settings: Settings) -> torch.Tensor:
 def objective(logp, old, ref, advantage, settings: Settings) -> torch.Tensor:
     """ell of each token: the clipped surrogate minus beta times the k3 estimate of the KL divergence."""
     ratio = (logp - old).exp()
+    if settings.loss == "cispo":
+        return ratio.detach().clamp(max=settings.epsilon_high) * advantage * logp
     ell = torch.min(
         ratio * advantage, ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high) * advantage
     )
     if settings.beta:
         ell = ell - settings.beta * ((ref - logp).exp() - (ref - logp) - 1)
     return ell
+
+
+def token_weight(answer: Answer, answers: list[Answer], settings: Settings) -> float:
+    """
+    What a loss puts in front of each token of an answer, relative to the mean over all tokens of the step: 1 for the
+    dapo family; GRPO averages over the tokens of an answer first; Dr. GRPO divides by a fixed length.
+    """
+    tokens = sum(int(a.trainable.sum()) for a in answers)
+    if settings.loss == "grpo":
+        return tokens / (len(answers) * max(int(answer.trainable.sum()), 1))
+    if settings.loss == "dr_grpo":
+        return tokens / (len(answers) * settings.max_length)
+    return 1.0
 
 
 def ceil_of(ratio: float, count: int) -> int:
@@ -182,13 +198,13 @@ def select(delta: list[torch.Tensor], answers: list[Answer], settings: Settings)
     return kept, taus, budget, denominator, gap
 
 
-def eq2(model, micro_batches: list[dict], settings: Settings, *, kept=None) -> Oracle:
+def eq2(model, micro_batches: list[dict], settings: Settings, *, all_tokens: float | None = None) -> Oracle:
     """
     The gradient that the paper's Eq. 2 gives one optimizer step, as the gradient of the loss (its negative).
 
     Args:
         model: plain causal LM with the weights of that step, float64.
-        kept: a selection to use instead of the oracle's own.
+        all_tokens: the denominator without `normalize`, where it is not the number of tokens of the step.
     """
     model.zero_grad()
     answers = answers_of(micro_batches)
@@ -198,26 +214,25 @@ def eq2(model, micro_batches: list[dict], settings: Settings, *, kept=None) -> O
         old = logp.detach() if answer.old is None else answer.old
         omega = paper_omega(logp.detach(), old, answer.ref, answer.advantage, settings)
         entropy = entropy.detach()
-        score = entropy * omega if settings.score == "gmts" else entropy
+        weight = token_weight(answer, answers, settings)
+        score = entropy * omega * weight if settings.score == "gmts" else entropy
         unscorable = ~(old.isfinite() & omega.isfinite())
         deltas.append(score.abs().masked_fill(unscorable, math.nan))
         logps.append(logp)
         entropies.append(entropy)
         omegas.append(omega)
-        values.append(objective(logp, old, answer.ref, answer.advantage, settings))
-    own, taus, budget, denominator, gap = select(deltas, answers, settings)
-    kept = own if kept is None else kept
+        values.append(weight * objective(logp, old, answer.ref, answer.advantage, settings))
+    kept, taus, budget, denominator, gap = select(deltas, answers, settings)
     tokens = sum(int(a.trainable.sum()) for a in answers)
     # `ell[mask]` and not `ell * mask`: a token that is not kept is not in the graph, whatever its value
     total = sum(ell[mask].sum() for ell, mask in zip(values, kept, strict=True))
-    loss = -total / max(denominator if settings.normalize else tokens, 1)
-    if loss.requires_grad:
-        loss.backward()
+    loss = -total / max(denominator if settings.normalize else (all_tokens or tokens), 1)
+    loss.backward()
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
     return Oracle(
         gradient=gradient.double(),
-        value=float(loss),
+        value=loss.item(),
         answers=answers,
         entropy=entropies,
         omega=omegas,
