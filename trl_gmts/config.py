@@ -20,7 +20,7 @@ SelectionBase = Literal["all", "scored"]
 @dataclass
 class GMTSGRPOConfig(GRPOConfig):
     r"""
-    Configuration of [`GMTSGRPOTrainer`]: TRL's `GRPOConfig` and the six fields below.
+    Configuration of [`GMTSGRPOTrainer`]: TRL's `GRPOConfig` and the seven fields below.
 
     Every field of `GRPOConfig` keeps its meaning and its default, and all of them work with `TrlParser`, in YAML and
     on the command line.
@@ -44,6 +44,11 @@ class GMTSGRPOConfig(GRPOConfig):
         normalize_selected (`bool`, *optional*, defaults to `True`):
             Average the loss over the kept tokens (the paper's Eq. 2). `False` keeps TRL's denominators, so that a
             smaller ratio also means a smaller gradient, as in the authors' code.
+
+        skip_unselected (`bool`, *optional*, defaults to `True`):
+            Leave what is not trained on out of the forward and backward passes as well: answers without a kept token,
+            what follows an answer's last kept token, and padding. The gradient is the same, the step is cheaper.
+            Batches with images or an MoE load-balancing loss, and `selection_ratio=1`, run whole all the same.
 
     Raises:
         ValueError: if a value is outside its range, or if a combination would make the selection wrong. The message
@@ -86,6 +91,14 @@ class GMTSGRPOConfig(GRPOConfig):
         default=True,
         metadata={
             "help": "Average the loss over the kept tokens (the paper's Eq. 2). False keeps TRL's denominators."
+        },
+    )
+
+    skip_unselected: bool = field(
+        default=True,
+        metadata={
+            "help": "Leave answers without a kept token, what follows an answer's last kept token, and padding out of "
+            "the forward and backward passes. Same gradient, cheaper step."
         },
     )
 

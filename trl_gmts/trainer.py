@@ -5,18 +5,21 @@ What differs from `GRPOTrainer` is `compute_loss`. At the first micro-batch of a
 1. Score: a forward without gradient over the step's micro-batches. Their log-probs and entropies are handed to TRL's own
    loss as leaf tensors, so its derivative gives each token's coefficient, whatever the loss type.
 2. Select: keep the top fraction of |entropy x coefficient|, exactly, over all micro-batches and processes.
+3. Pack: leave out the answers without a kept token, and of the others what follows the last kept token.
 
 and at every micro-batch it runs its share of the plan:
 
-3. Train: a forward with gradient, and a surrogate whose value is TRL's loss and whose gradient is that of the kept
+4. Train: a forward with gradient, and a surrogate whose value is TRL's loss and whose gradient is that of the kept
    tokens alone.
 
 This holds because TRL's loss depends on the model through the log-probs and entropies only: at the current weights its
 gradient is the sum over tokens of coefficient x gradient of the log-prob, and leaving a token out means leaving its term
-out. The attention mask, the positions and the buffered batch stay as TRL made them.
+out. A token that is trained on sees the tokens before it, and has the position, that it has in `GRPOTrainer`; the
+buffered batch stays as TRL made it.
 
-Left to others: the formula of the loss, generation, rewards, logging and processes (TRL); what ranks tokens
-(`scores.py`); exact thresholds (`selection.py`); what is logged (`metrics.py`); what TRL must offer (`seams.py`).
+Left to others: the formula of the loss, generation, rewards, logging and processes (TRL); what is read of a batch
+(`batch.py`); what ranks tokens (`scores.py`); exact thresholds (`selection.py`); which rows and columns are run
+(`packing.py`, `forward.py`); what is logged (`metrics.py`); what TRL must offer (`seams.py`).
 """
 
 import textwrap
@@ -30,8 +33,11 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from .batch import Batch, concatenated, neutralized, trainable_tokens, unusable_tokens
 from .config import GMTSGRPOConfig
+from .forward import ForwardCall, concatenated_call, has_rotary_positions
 from .metrics import selection_metrics, selection_sums
+from .packing import make_packs, whole_rows
 from .scores import entropy_scores, gmts_scores, random_scores
 from .seams import TRLSeamError, check_attributes, check_methods
 from .selection import Selected, keep_extreme, select_tokens
@@ -39,16 +45,8 @@ from .selection import Selected, keep_extreme, select_tokens
 
 logger = logging.get_logger(__name__)
 
-Batch = dict[str, Any]
-Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # log-probs (B, T), entropies (B, T), MoE loss ()
-
-
-@dataclass
-class ForwardCall:
-    """The arguments with which TRL's loss asks for the log-probs of one micro-batch."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Log-probs (B, T) and entropies (B, T) of the completion tokens, MoE load-balancing loss ()."""
 
 
 class _StopAtForward(Exception):
@@ -59,37 +57,38 @@ class _StopAtForward(Exception):
 
 
 @dataclass
-class ScoredBatch:
-    """One micro-batch after stage 1. B rows, T completion positions."""
+class Scored:
+    """The step's tokens on this process after stage 1: R answers in the order of the micro-batches, T positions."""
 
-    call: ForwardCall
-    loss: torch.Tensor
-    """(): TRL's loss, detached."""
+    calls: list[ForwardCall]
+    """What TRL runs through the model, one for each micro-batch."""
+    losses: list[torch.Tensor]
+    """(): TRL's loss of each micro-batch, detached."""
     mask: torch.Tensor
-    """bool (B, T): completion tokens that the model wrote and that are not masked."""
+    """bool (R, T): tokens that can be trained on."""
     entropies: torch.Tensor
-    """float (B, T), nats."""
+    """float (R, T), nats."""
     logp_grads: torch.Tensor
-    """float (B, T): derivative of the loss with respect to each log-prob; NaN where the token cannot be scored."""
+    """float (R, T): derivative of the loss with respect to each log-prob; NaN where the token cannot be scored."""
     entropy_grads: torch.Tensor | None
-    """float (B, T): the same for the entropies; None without an entropy bonus."""
-    aux_grad: torch.Tensor | None
-    """(): the same for the MoE load-balancing loss; None without one."""
+    """float (R, T): the same for the entropies; None without an entropy bonus."""
+    aux_grads: list[torch.Tensor | None]
+    """(): the same for the MoE load-balancing loss of each micro-batch; None without one."""
 
 
 @dataclass
 class PlannedBatch:
-    """What one micro-batch trains on: stage 3's input."""
+    """What one micro-batch trains on: r rows, t completion positions."""
 
     call: ForwardCall
     loss: torch.Tensor
     """(): TRL's loss, detached."""
     kept: torch.Tensor
-    """bool (B, T)."""
+    """bool (r, t)."""
     logp_weights: torch.Tensor
-    """float (B, T): what multiplies the gradient of each log-prob; zero where a token is not kept."""
+    """float (r, t): what multiplies the gradient of each log-prob; zero where a token is not kept."""
     entropy_weights: torch.Tensor | None
-    """float (B, T): the same for the entropies."""
+    """float (r, t): the same for the entropies."""
     aux_weight: torch.Tensor | None
     """(): the same for the MoE load-balancing loss, which belongs to no token and is never selected."""
 
@@ -207,11 +206,15 @@ class GMTSGRPOTrainer(GRPOTrainer):
             )
         # Stands in for the model's forward inside TRL's loss while a step is planned; None otherwise.
         self._instead_of_forward: Callable[[ForwardCall], Forward] | None = None
+        # What the policy's forwards returned during a generation; None outside of one.
+        self._generation_forwards: list[Forward] | None = None
         # What remains to be run of the current optimizer step, by TRL's count of micro-batches.
         self._plan: dict[int, PlannedBatch] = {}
         self.last_selection: TokenSelection | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         check_attributes(self)
+        # Rows may be shifted against each other where each token can be told its position.
+        self._has_rotary_positions = has_rotary_positions(self.model.config)
 
     def compute_loss(
         self,
@@ -226,13 +229,13 @@ class GMTSGRPOTrainer(GRPOTrainer):
         Args:
             model (`torch.nn.Module`): the wrapped policy.
             inputs (`dict`): one of the micro-batches that TRL buffered after generation.
-            return_outputs (`bool`): not supported by `GRPOTrainer`.
+            return_outputs (`bool`): not supported, as in `GRPOTrainer`.
             num_items_in_batch: unused, as in `GRPOTrainer`.
 
         Returns:
             `torch.Tensor` of shape `()`.
         """
-        if self.args.token_selection == "none" or not self.model.training:
+        if not self._selects():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             raise ValueError("GMTSGRPOTrainer does not support return_outputs=True, as GRPOTrainer does not.")
@@ -247,25 +250,24 @@ class GMTSGRPOTrainer(GRPOTrainer):
             )
         return self._loss_of_kept_tokens(model, planned)
 
-    # The step: what is trained on
+    def _selects(self) -> bool:
+        return bool(self.args.token_selection != "none" and self.model.training)
+
+    def _skips(self, *calls: ForwardCall) -> bool:
+        """Whether what is not needed of these calls is left out of the forward, and not only of the gradient."""
+        wanted = self.args.skip_unselected and self.args.selection_ratio < 1
+        return self._selects() and wanted and all(call.is_plain() for call in calls)
+
+    # The optimizer step
 
     def _plan_step(self, model: torch.nn.Module, inputs: Batch) -> dict[int, PlannedBatch]:
         window = self._window(inputs)
-        num_tokens = self._sum_over_processes(sum(_trainable(batch).sum() for batch in window))  # N
+        num_tokens = self._sum_over_processes(torch.cat([trainable_tokens(batch) for batch in window]).sum())  # N
         scored = self._score(model, window, num_tokens)
         selected = self._select(window, scored, num_tokens)
         scale = num_tokens / max(selected.denominator, 1) if self.args.normalize_selected else 1.0
-        planned = {}
-        for batch, kept in zip(scored, selected.kept.split([len(batch.mask) for batch in scored]), strict=True):
-            planned[self._step + len(planned)] = PlannedBatch(
-                call=batch.call,
-                loss=batch.loss,
-                kept=kept,
-                logp_weights=_weights(batch.logp_grads, kept, scale),
-                entropy_weights=None if batch.entropy_grads is None else _weights(batch.entropy_grads, kept, scale),
-                aux_weight=batch.aux_grad,
-            )
-        return planned
+        planned = self._pack(scored, selected.kept, scale)
+        return {self._step + i: batch for i, batch in enumerate(planned)}
 
     def _window(self, inputs: Batch) -> list[Batch]:
         """The micro-batches of the optimizer step that begins now, on this process."""
@@ -285,25 +287,30 @@ class GMTSGRPOTrainer(GRPOTrainer):
 
     # Stage 1: score
 
-    def _score(self, model: torch.nn.Module, window: list[Batch], num_tokens: torch.Tensor) -> list[ScoredBatch]:
-        scored = []
-        # The random stream is put back, so that generation and dropout draw what they would in GRPOTrainer.
-        with _preserved_rng(self.accelerator.device):
-            for i, batch in enumerate(window):
-                call = self._forward_call(model, batch)
-                with (
-                    torch.no_grad(),
-                    disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-                ):
-                    forward = self._forward(model, call)
-                if self.args.normalize_selected and self.args.selection_ratio < 1:
-                    # Losses that divide by the generation batch's tokens divide by this step's: Eq. 2 averages over one
-                    # step. The count TRL expects is that of a generation batch of such steps.
-                    steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
-                    batch = {**batch, "num_items_in_batch": num_tokens * steps}
-                with self._micro_step(is_last=i == len(window) - 1):
-                    scored.append(self._differentiate_loss(model, batch, call, forward))
-        return scored
+    def _score(self, model: torch.nn.Module, window: list[Batch], num_tokens: torch.Tensor) -> Scored:
+        calls = [self._forward_call(model, batch) for batch in window]
+        losses, entropies, grads = [], [], []
+        for i, (batch, forward) in enumerate(zip(window, self._scoring_forwards(model, window, calls), strict=True)):
+            if self.args.normalize_selected and self.args.selection_ratio < 1:
+                # Losses that divide by the generation batch's tokens divide by this step's: Eq. 2 averages over one
+                # step. The count that TRL expects is that of a generation batch made of such steps.
+                steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
+                batch = {**batch, "num_items_in_batch": num_tokens * steps}
+            with self._micro_step(is_last=i == len(window) - 1):
+                loss, *grad = self._differentiate_loss(model, batch, forward)
+            losses.append(loss)
+            entropies.append(forward[1])
+            grads.append(grad)
+        logp_grads, entropy_grads, aux_grads = zip(*grads, strict=True)
+        return Scored(
+            calls=calls,
+            losses=losses,
+            mask=torch.cat([trainable_tokens(batch) for batch in window]),
+            entropies=torch.cat(entropies),
+            logp_grads=torch.cat(logp_grads),
+            entropy_grads=None if entropy_grads[0] is None else torch.cat(entropy_grads),
+            aux_grads=list(aux_grads),
+        )
 
     def _forward_call(self, model: torch.nn.Module, batch: Batch) -> ForwardCall:
         """What TRL's loss would run through the model for this micro-batch."""
@@ -318,67 +325,74 @@ class GMTSGRPOTrainer(GRPOTrainer):
             return stopped.call
         raise TRLSeamError("GRPOTrainer's loss did not ask for log-probs through _get_per_token_logps_and_entropies.")
 
-    def _forward(self, model: torch.nn.Module, call: ForwardCall) -> Forward:
-        result = super()._get_per_token_logps_and_entropies(model, *call.args, **call.kwargs)
-        if not isinstance(result, tuple) or len(result) != 3:
-            raise TRLSeamError(
-                "GRPOTrainer._get_per_token_logps_and_entropies did not return (log-probs, entropies, auxiliary loss)."
-            )
-        logps, entropies, _ = result
-        if not (torch.is_tensor(logps) and torch.is_tensor(entropies) and logps.shape == entropies.shape):
-            raise TRLSeamError(
-                "GRPOTrainer._get_per_token_logps_and_entropies did not return log-probs and entropies of one shape."
-            )
-        return result
+    def _scoring_forwards(
+        self, model: torch.nn.Module, window: list[Batch], calls: list[ForwardCall]
+    ) -> list[Forward]:
+        """Log-probs and entropies of the step's micro-batches under the current policy, without gradient."""
+        first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        if first_after_generation and all(batch.get("old_entropies") is not None for batch in window):
+            # The policy that TRL computed the old log-probs with is still the current one.
+            return [(batch["old_per_token_logps"], batch["old_entropies"], None) for batch in window]
+        # The random stream is put back, so that generation and dropout draw what they would in GRPOTrainer.
+        with (
+            torch.no_grad(),
+            _preserved_rng(self.accelerator.device),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+        ):
+            if not self._skips(*calls):
+                return [self._forward(model, call) for call in calls]
+            sizes = [len(call.input_ids) for call in calls]
+            logps, entropies, _ = self._packed_forward(model, concatenated_call(calls), len(calls), max(sizes))
+        return [
+            (logps, entropies, None)
+            for logps, entropies in zip(logps.split(sizes), entropies.split(sizes), strict=True)
+        ]
 
     def _differentiate_loss(
-        self, model: torch.nn.Module, batch: Batch, call: ForwardCall, forward: Forward
-    ) -> ScoredBatch:
-        """TRL's loss of a micro-batch and its derivatives, as a function of the log-probs and entropies alone."""
+        self, model: torch.nn.Module, batch: Batch, forward: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's loss of a micro-batch, and its derivatives with respect to the log-probs, entropies and MoE loss."""
         logps, entropies, aux_loss = forward
-        mask = _trainable(batch)
-        if mask.shape != logps.shape:
-            raise TRLSeamError(f"Log-probs have the shape {tuple(logps.shape)}, the completions {tuple(mask.shape)}.")
-        unusable = _unusable_tokens(batch, logps, entropies)
-        if unusable.any():
-            batch, logps, clean_entropies = _without(unusable, batch, logps, entropies)
-        else:
-            clean_entropies = entropies
-        leaves = [tensor.detach().requires_grad_() for tensor in (logps, clean_entropies)]
-        aux_leaf = None if aux_loss is None else aux_loss.detach().requires_grad_()
-        with torch.enable_grad(), self._replaced_forward(lambda _: (leaves[0], leaves[1], aux_leaf)):
+        if logps.shape != batch["completion_mask"].shape:
+            raise TRLSeamError(
+                f"The log-probs have the shape {tuple(logps.shape)}, the completions "
+                f"{tuple(batch['completion_mask'].shape)}."
+            )
+        unusable = unusable_tokens(batch, logps, entropies)
+        batch, logps, entropies = neutralized(batch, logps, entropies, unusable)
+        inputs = [logps.detach().requires_grad_(), entropies.detach().requires_grad_()]
+        if aux_loss is not None:
+            inputs.append(aux_loss.detach().requires_grad_())
+        leaves = (inputs[0], inputs[1], inputs[2] if aux_loss is not None else None)
+        with torch.enable_grad(), self._replaced_forward(lambda _: leaves):
             loss = super().compute_loss(model, batch)
         if not loss.requires_grad:
             raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
-        inputs = leaves if aux_leaf is None else [*leaves, aux_leaf]
         logp_grads, entropy_grads, *aux_grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         if logp_grads is None:
             raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
-        return ScoredBatch(
-            call=call,
-            loss=loss.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
-            mask=mask,
-            entropies=entropies,
-            logp_grads=logp_grads.masked_fill(unusable, float("nan")),
-            entropy_grads=entropy_grads,
-            aux_grad=aux_grads[0] if aux_grads else None,
+        return (
+            loss.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+            logp_grads.masked_fill(unusable, float("nan")),
+            entropy_grads,
+            aux_grads[0] if aux_grads else None,
         )
 
     # Stage 2: select
 
-    def _select(self, window: list[Batch], scored: list[ScoredBatch], num_tokens: torch.Tensor) -> Selected:
-        mask = torch.cat([batch.mask for batch in scored])
-        entropies = torch.cat([batch.entropies for batch in scored])
-        coefficients = torch.cat([batch.logp_grads for batch in scored])
-        answer_ids = _rows(window, "answer_ids")
+    def _select(self, window: list[Batch], scored: Scored, num_tokens: torch.Tensor) -> Selected:
+        answer_ids = concatenated(window, "answer_ids")
         if self.args.token_selection == "gmts":
             # In the paper's units: the derivative of a mean over tokens, times their number.
-            scores = gmts_scores(entropies, coefficients * (num_tokens / self.accelerator.num_processes))
+            coefficients = scored.logp_grads * (num_tokens / self.accelerator.num_processes)
+            scores = gmts_scores(scored.entropies, coefficients)
         elif self.args.token_selection == "entropy":
-            scores = entropy_scores(entropies)
+            scores = entropy_scores(scored.entropies)
         else:
-            scores = random_scores(answer_ids, mask.size(1), self.args.seed, self.state.global_step)
-        scores = scores.masked_fill(~(torch.isfinite(coefficients) & torch.isfinite(entropies)), float("nan"))
+            width = scored.mask.size(1)
+            scores = random_scores(answer_ids, width, self.args.seed, self.state.global_step)
+        usable = torch.isfinite(scored.logp_grads) & torch.isfinite(scored.entropies)
+        scores = scores.masked_fill(~usable, float("nan"))
 
         num_answers = self.args.generation_batch_size
         segments, num_segments = {
@@ -386,10 +400,10 @@ class GMTSGRPOTrainer(GRPOTrainer):
             "group": (answer_ids // self.num_generations, num_answers // self.num_generations),
             "sequence": (answer_ids, num_answers),
         }[self.args.selection_scope]
-        segments = segments[:, None].expand_as(mask)
+        segments = segments[:, None].expand_as(scores)
         selected = select_tokens(
             scores,
-            mask,
+            scored.mask,
             segments,
             num_segments,
             self.args.selection_ratio,
@@ -398,12 +412,12 @@ class GMTSGRPOTrainer(GRPOTrainer):
             sum_over_processes=self._sum_over_processes,
         )
         self.last_selection = TokenSelection(
-            completion_ids=_rows(window, "completion_ids"),
-            mask=mask,
+            completion_ids=concatenated(window, "completion_ids"),
+            mask=scored.mask,
             kept=selected.kept,
             scores=scores,
-            entropies=entropies,
-            advantages=_rows(window, "advantages").view(len(mask), -1),
+            entropies=scored.entropies,
+            advantages=concatenated(window, "advantages").view(len(scores), -1),
         )
         self._log_selection(self.last_selection, selected, segments)
         return selected
@@ -423,14 +437,42 @@ class GMTSGRPOTrainer(GRPOTrainer):
             metrics["threshold"] = selected.thresholds.nanmean().item()
         if metrics["nonfinite_scores"] > 0:
             logger.warning_once(
-                f"{metrics['nonfinite_scores']:.0f} tokens of this step have a log-prob, entropy or coefficient that is "
-                "not finite. They are left out of the update; see gmts/nonfinite_scores for how many there are at "
-                "each step."
+                "Some tokens have a log-prob, entropy or coefficient that is not finite. They are left out of the "
+                "update; gmts/nonfinite_scores counts them at each step."
             )
         for name, value in metrics.items():
             self._metrics["train"][f"gmts/{name}"].append(value)
 
-    # Stage 3: train
+    # Stage 3: pack
+
+    def _pack(self, scored: Scored, kept: torch.Tensor, scale: torch.Tensor | float) -> list[PlannedBatch]:
+        """The kept tokens, dealt over the micro-batches of the step."""
+        calls = scored.calls
+        sizes = [len(call.input_ids) for call in calls]
+        if self._skips(*calls):
+            call = concatenated_call(calls)
+            packs = make_packs(call.attention_mask, kept, len(calls), max(sizes), trim_left=self._has_rotary_positions)
+            calls = [call.packed(pack, kept) for pack in packs]
+        else:
+            prompt_width = calls[0].input_ids.size(1) - kept.size(1)
+            packs = whole_rows(sizes, prompt_width, kept.size(1), kept.device)
+        logp_weights = (scored.logp_grads * scale).masked_fill(~kept, 0.0)
+        entropy_weights = None
+        if scored.entropy_grads is not None:
+            entropy_weights = (scored.entropy_grads * scale).masked_fill(~kept, 0.0)
+        return [
+            PlannedBatch(
+                call=call,
+                loss=loss,
+                kept=pack.gather_completion(kept),
+                logp_weights=pack.gather_completion(logp_weights),
+                entropy_weights=None if entropy_weights is None else pack.gather_completion(entropy_weights),
+                aux_weight=aux_grad,
+            )
+            for call, pack, loss, aux_grad in zip(calls, packs, scored.losses, scored.aux_grads, strict=True)
+        ]
+
+    # Stage 4: train
 
     def _loss_of_kept_tokens(self, model: torch.nn.Module, planned: PlannedBatch) -> torch.Tensor:
         logps, entropies, aux_loss = self._forward(model, planned.call)
@@ -439,25 +481,51 @@ class GMTSGRPOTrainer(GRPOTrainer):
         surrogate = torch.where(planned.kept, planned.logp_weights * logps, zero).sum()
         if planned.entropy_weights is not None:
             surrogate = surrogate + torch.where(planned.kept, planned.entropy_weights * entropies, zero).sum()
-        if planned.aux_weight is not None:
+        if planned.aux_weight is not None and aux_loss is not None:
             surrogate = surrogate + planned.aux_weight * aux_loss
         return planned.loss + surrogate - surrogate.detach()
 
-    # TRL's seams
+    # TRL's forward
+
+    def _forward(self, model: torch.nn.Module, call: ForwardCall) -> Forward:
+        """TRL's forward for a call."""
+        result = super()._get_per_token_logps_and_entropies(
+            call.through(model), call.input_ids, call.attention_mask, call.logits_to_keep, **call.kwargs
+        )
+        shape = (len(call.input_ids), call.logits_to_keep)
+        if (
+            not isinstance(result, tuple)
+            or len(result) != 3
+            or any(not torch.is_tensor(tensor) or tensor.shape != shape for tensor in result[:2])
+        ):
+            raise TRLSeamError(
+                "GRPOTrainer._get_per_token_logps_and_entropies did not return log-probs and entropies of the shape "
+                f"{shape} and an auxiliary loss."
+            )
+        return result
+
+    def _packed_forward(self, model: torch.nn.Module, call: ForwardCall, num_packs: int, max_rows: int) -> Forward:
+        """TRL's forward for a plain call, without the padding: zero where there is some."""
+        completion = call.attention_mask[:, -call.logits_to_keep :].bool()
+        packs = make_packs(call.attention_mask, completion, num_packs, max_rows, trim_left=self._has_rotary_positions)
+        logps, entropies = (torch.zeros(completion.shape, device=completion.device) for _ in range(2))
+        for pack in packs:
+            packed_logps, packed_entropies, _ = self._forward(model, call.packed(pack, completion))
+            logps = pack.scatter_completion(packed_logps, logps)
+            entropies = pack.scatter_completion(packed_entropies, entropies)
+        return logps, entropies, None
 
     def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Forward:
         if self._instead_of_forward is not None:
-            return self._instead_of_forward(ForwardCall(args, kwargs))
+            return self._instead_of_forward(ForwardCall.of(args, kwargs))
+        if self._generation_forwards is not None and model is self.model:
+            call = ForwardCall.of(args, {**kwargs, "compute_entropy": True})
+            if self._skips(call):
+                rows = kwargs["batch_size"]
+                forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
+                self._generation_forwards.append(forward)
+                return forward
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch with `answer_ids` (B,): each answer's number in the generation batch of all processes."""
-        batch = super()._generate_and_score_completions(inputs)
-        size = len(batch["completion_ids"])
-        first = self.accelerator.process_index * size
-        # TRL shuffles the rows and splits them into micro-batches, along every tensor of this length.
-        batch["answer_ids"] = torch.arange(first, first + size, device=batch["completion_ids"].device)
-        return batch
 
     @contextmanager
     def _replaced_forward(self, replacement: Callable[[ForwardCall], Forward]) -> Iterator[None]:
@@ -466,6 +534,28 @@ class GMTSGRPOTrainer(GRPOTrainer):
             yield
         finally:
             self._instead_of_forward = None
+
+    # TRL's other seams
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        """
+        TRL's batch and, per answer, `answer_ids` (B,): its number in the generation batch of all processes; where TRL
+        computed old log-probs also `old_entropies` (B, T), from the same forward.
+        """
+        self._generation_forwards = []
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+            forwards = self._generation_forwards
+        finally:
+            self._generation_forwards = None
+        # TRL shuffles the rows and splits them into micro-batches, along every tensor of this length.
+        size = len(batch["completion_ids"])
+        first = self.accelerator.process_index * size
+        batch["answer_ids"] = torch.arange(first, first + size, device=batch["completion_ids"].device)
+        for logps, entropies, _ in forwards:
+            if logps is batch.get("old_per_token_logps"):
+                batch["old_entropies"] = entropies
+        return batch
 
     @contextmanager
     def _micro_step(self, is_last: bool) -> Iterator[None]:
@@ -480,54 +570,6 @@ class GMTSGRPOTrainer(GRPOTrainer):
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
-
-
-def _trainable(batch: Batch) -> torch.Tensor:
-    """bool (B, T): tokens that enter the loss."""
-    mask = batch["completion_mask"].bool()
-    return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
-
-
-def _weights(grads: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    return (grads * scale).masked_fill(~kept, 0.0)
-
-
-def _rows(window: list[Batch], name: str) -> torch.Tensor:
-    if any(name not in batch for batch in window):
-        raise TRLSeamError(f"The buffered batches have no {name!r}.")
-    return torch.cat([batch[name] for batch in window])
-
-
-def _unusable_tokens(batch: Batch, logps: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-    """bool (B, T): tokens of which something that the loss reads is not finite."""
-    unusable = ~(torch.isfinite(logps) & torch.isfinite(entropies))
-    for name, tensor in _per_answer_or_token(batch, logps):
-        if name != "sampling_per_token_logps":  # TRL itself handles tokens that vLLM could not score
-            unusable = unusable | ~torch.isfinite(tensor).view(len(logps), -1)
-    return unusable
-
-
-def _without(
-    unusable: torch.Tensor, batch: Batch, logps: torch.Tensor, entropies: torch.Tensor
-) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """Copies in which unusable tokens have all log-probs equal: ratio 1 and KL 0, so that TRL's loss stays finite."""
-    clean = dict(batch)
-    for name, tensor in _per_answer_or_token(batch, logps):
-        finite = tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name != "sampling_per_token_logps" else tensor
-        clean[name] = finite.masked_fill(unusable, 0.0) if tensor.shape == logps.shape else finite
-    return clean, logps.masked_fill(unusable, 0.0), entropies.masked_fill(unusable, 0.0)
-
-
-def _per_answer_or_token(batch: Batch, logps: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The batch's floating-point tensors of shape (B,), (B, 1) or (B, T)."""
-    size, width = logps.shape
-    return [
-        (name, tensor)
-        for name, tensor in batch.items()
-        if torch.is_tensor(tensor)
-        and tensor.is_floating_point()
-        and tensor.shape in ((size,), (size, 1), (size, width))
-    ]
 
 
 @contextmanager
