@@ -330,9 +330,9 @@ class GMTSGRPOTrainer(GRPOTrainer):
     ) -> list[Forward]:
         """Log-probs and entropies of the step's micro-batches under the current policy, without gradient."""
         first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        if first_after_generation and all(batch.get("old_entropies") is not None for batch in window):
-            # The policy that TRL computed the old log-probs with is still the current one.
-            return [(batch["old_per_token_logps"], batch["old_entropies"], None) for batch in window]
+        if first_after_generation and all("policy_logps" in batch for batch in window):
+            # TRL ran the policy over these answers for the old log-probs, and it is still the same policy.
+            return [(batch["policy_logps"], batch["policy_entropies"], None) for batch in window]
         # The random stream is put back, so that generation and dropout draw what they would in GRPOTrainer.
         with (
             torch.no_grad(),
@@ -540,7 +540,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """
         TRL's batch and, per answer, `answer_ids` (B,): its number in the generation batch of all processes; where TRL
-        computed old log-probs also `old_entropies` (B, T), from the same forward.
+        ran the policy for old log-probs also `policy_logps` and `policy_entropies` (B, T), of that forward.
         """
         self._generation_forwards = []
         try:
@@ -554,7 +554,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
         batch["answer_ids"] = torch.arange(first, first + size, device=batch["completion_ids"].device)
         for logps, entropies, _ in forwards:
             if logps is batch.get("old_per_token_logps"):
-                batch["old_entropies"] = entropies
+                batch["policy_logps"], batch["policy_entropies"] = logps, entropies
         return batch
 
     @contextmanager
