@@ -11,6 +11,7 @@ PYTHON ?= $(shell sh scripts/find-python.sh)
 VENV := .venv
 OLDEST := .venv-oldest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

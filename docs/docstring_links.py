@@ -1,7 +1,7 @@
 """Docstrings are written as TRL's are; this turns their notation into what the site generator reads.
 
-    name (`int`, *optional*, defaults to `3`):   ->   name (int):      the default is read from the code
-    [`Name`]                                     ->   a link, where the site documents the name
+name (`int`, *optional*, defaults to `3`):   ->   name (int):      the default is read from the code
+[`Name`]                                     ->   a link, where the site documents the name
 """
 
 import re
