@@ -31,11 +31,12 @@ class Settings:
     normalize: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
     """One row of the step: what the oracle needs of it, unpadded. T is the length of the answer."""
 
     prompt: list[int]
+    padding: int  # how far the prompt was padded on the left
     ids: torch.Tensor  # (T,)
     trainable: torch.Tensor  # bool (T,)
     advantage: torch.Tensor  # (T,)
@@ -83,6 +84,7 @@ def answers_of(micro_batches: list[dict]) -> list[Answer]:
             answers.append(
                 Answer(
                     prompt=batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(),
+                    padding=int((batch["prompt_mask"][i] == 0).sum()),
                     ids=batch["completion_ids"][i][real],
                     trainable=trainable[real],
                     advantage=advantage[real].double(),
@@ -92,11 +94,15 @@ def answers_of(micro_batches: list[dict]) -> list[Answer]:
     return answers
 
 
-def logps_and_entropy(model, answer: Answer, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def logps_and_entropy(
+    model, answer: Answer, temperature: float, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,), (T,): log-prob of each token of the answer; entropy, in nats, of the distribution it was drawn from."""
     start, length = len(answer.prompt), answer.ids.numel()
     row = torch.tensor([answer.prompt + answer.ids.tolist()])
-    logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, start - 1 : start + length - 1]
+    positions = torch.arange(row.size(1))[None] + (answer.padding if padded else 0)
+    logits = model(input_ids=row, attention_mask=torch.ones_like(row), position_ids=positions).logits
+    logits = logits[0, start - 1 : start + length - 1]
     log_p = torch.log_softmax(logits.double() / temperature, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(1, answer.ids[:, None]).squeeze(1), entropy
@@ -198,34 +204,44 @@ def select(delta: list[torch.Tensor], answers: list[Answer], settings: Settings)
     return kept, taus, budget, denominator, gap
 
 
-def eq2(model, micro_batches: list[dict], settings: Settings, *, all_tokens: float | None = None) -> Oracle:
+def eq2(model, micro_batches: list[dict], settings: Settings, *, kept=None, all_tokens=None, padded=False) -> Oracle:
     """
     The gradient that the paper's Eq. 2 gives one optimizer step, as the gradient of the loss (its negative).
 
     Args:
         model: plain causal LM with the weights of that step, float64.
+        kept: another selection than the oracle's own, as a list with one bool (T,) for each row.
         all_tokens: the denominator without `normalize`, where it is not the number of tokens of the step.
+        padded: number the positions of each row from where TRL's padding on the left starts, as TRL itself does.
     """
     model.zero_grad()
     answers = answers_of(micro_batches)
-    logps, entropies, omegas, deltas, values = [], [], [], [], []
+    logps, entropies, omegas, deltas, olds, weights = [], [], [], [], [], []
     for answer in answers:
-        logp, entropy = logps_and_entropy(model, answer, settings.temperature)
+        logp, entropy = logps_and_entropy(model, answer, settings.temperature, padded)
         old = logp.detach() if answer.old is None else answer.old
         omega = paper_omega(logp.detach(), old, answer.ref, answer.advantage, settings)
         entropy = entropy.detach()
         weight = token_weight(answer, answers, settings)
         score = entropy * omega * weight if settings.score == "gmts" else entropy
-        unscorable = ~(old.isfinite() & omega.isfinite())
+        # Nothing that enters ell may be other than a number, even where omega would be one (ref = -inf, say)
+        read = [logp.detach(), entropy, old, omega] + ([answer.ref] if settings.beta else [])
+        unscorable = ~torch.stack([tensor.isfinite() for tensor in read]).all(0)
         deltas.append(score.abs().masked_fill(unscorable, math.nan))
         logps.append(logp)
         entropies.append(entropy)
         omegas.append(omega)
-        values.append(weight * objective(logp, old, answer.ref, answer.advantage, settings))
-    kept, taus, budget, denominator, gap = select(deltas, answers, settings)
+        olds.append(old)
+        weights.append(weight)
+    own, taus, budget, denominator, gap = select(deltas, answers, settings)
+    kept = own if kept is None else kept
     tokens = sum(int(a.trainable.sum()) for a in answers)
-    # `ell[mask]` and not `ell * mask`: a token that is not kept is not in the graph, whatever its value
-    total = sum(ell[mask].sum() for ell, mask in zip(values, kept, strict=True))
+    total = sum(logp[:0].sum() for logp in logps)
+    for i, (answer, mask) in enumerate(zip(answers, kept, strict=True)):
+        # Taken out before anything is computed with it: a token that is not kept may be no number at all
+        ref = None if answer.ref is None else answer.ref[mask]
+        ell = objective(logps[i][mask], olds[i][mask], ref, answer.advantage[mask], settings)
+        total = total + weights[i] * ell.sum()
     loss = -total / max(denominator if settings.normalize else (all_tokens or tokens), 1)
     loss.backward()
     parameters = [p for p in model.parameters() if p.requires_grad]
