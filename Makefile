@@ -5,7 +5,7 @@
 #   make test PYTHON=/path/to/python3.12        another Python, 3.11 or newer
 
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTHON ?= $(shell sh scripts/find-python.sh)
 
 VENV := .venv
@@ -15,15 +15,17 @@ export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint docs core-tests test-oldest clean
+.PHONY: help quickstart test lint docs core-tests test-distributed test-oldest format clean
 
 help:
-	@echo "make quickstart    watch a small policy learn with GMTS (CPU, about two minutes)"
-	@echo "make test          ruff, mypy, documentation and all tests"
-	@echo "make test-oldest   the core tests on the oldest supported TRL"
-	@echo "make lint          ruff and mypy"
-	@echo "make docs          build the site into site/"
-	@echo "make clean         remove environments and build outputs"
+	@echo "make quickstart        watch a small policy learn with GMTS (CPU, about two minutes)"
+	@echo "make test              ruff, mypy, the site and the tests"
+	@echo "make test-distributed  two CPU processes under every layout: DDP, FSDP, ZeRO"
+	@echo "make test-oldest       the core tests on the oldest supported TRL"
+	@echo "make lint              ruff and mypy"
+	@echo "make format            let ruff put imports and lines in order"
+	@echo "make docs              build the site into site/"
+	@echo "make clean             remove environments and build outputs"
 
 quickstart: $(VENV)/quickstart.stamp
 	$(VENV)/bin/python examples/quickstart.py $(ARGS)
@@ -39,10 +41,19 @@ docs: $(VENV)/dev.stamp
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 core-tests: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest $(PYTEST_ARGS)
+	$(VENV)/bin/pytest $(PYTEST_ARGS) -m "not distributed"
 
+test-distributed: $(VENV)/dev.stamp
+	$(VENV)/bin/pytest tests/distributed
+
+# Without what does not depend on TRL's version, and without the launches of several processes.
 test-oldest: $(OLDEST)/dev.stamp
-	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel"
+	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel" --ignore=tests/distributed --ignore=tests/test_sandbox.py \
+		--ignore-glob="tests/test_tasks_*.py"
+
+format: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache
@@ -60,7 +71,7 @@ $(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing the development packages into $(VENV) (PyTorch is the large one) ..."
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[quickstart,peft,docs,dev]"
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[quickstart,peft,deepspeed,math,code,docs,dev]"
 	@touch $@
 
 $(OLDEST)/dev.stamp: $(OLDEST)/bin/python pyproject.toml constraints-oldest.txt
