@@ -12,7 +12,7 @@ from .rows import Prompt, Row, first, prompt_of, question_of, refuse
 
 
 LETTERS = "ABCDEFGHIJ"
-QUESTION = ("question", "question.stem", "problem", "prompt")
+QUESTION = ("question.stem", "question", "problem", "prompt")
 ANSWER = ("answerkey", "answer", "label", "ground_truth", "reward_model.ground_truth")
 YES, NO = {"yes", "true", "correct", "1"}, {"no", "false", "incorrect", "0"}
 
@@ -41,7 +41,7 @@ def commonsense_row(row: Row) -> dict[str, Any]:
         `prompt`, `answer` (a letter, "yes" or "no") and `choices` (texts, none for yes or no): what `commonsense_reward` reads.
     """
     question = question_of(row, QUESTION)
-    labels, choices = choices_of(first(row, ("choices", "question.choices", "options")))
+    labels, choices = choices_of(first(row, ("question.choices", "choices", "options")))
     key = first(row, ANSWER)
     needs = "a question, choices with an answerKey or an answer of yes or no"
     if question is None:
@@ -102,9 +102,10 @@ def names_key(box: str | None, key: str, choices: Sequence[str]) -> bool:
     said = plain(box or "")[:500]
     key = key.strip().lower()
     if not choices:
-        words = said.split()
-        yes, no = bool(words) and words[0] in YES, bool(words) and words[0] in NO
-        return len(words) <= 3 and (yes if key in YES else no if key in NO else said == key)
+        words = re.findall(r"\w+", said)
+        if not words or len(words) > 3 or (YES & set(words) and NO & set(words)):
+            return False
+        return words[0] in YES if key in YES else words[0] in NO if key in NO else said == key
     texts = [without_article(plain(choice)) for choice in choices]
     if without_article(said) in texts:
         return letter(texts.index(without_article(said))) == key
