@@ -127,9 +127,7 @@ def objective(logp, old, ref, advantage, settings: Settings) -> torch.Tensor:
     ratio = (logp - old).exp()
     if settings.loss == "cispo":
         return ratio.detach().clamp(max=settings.epsilon_high) * advantage * logp
-    ell = torch.min(
-        ratio * advantage, ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high) * advantage
-    )
+    ell = torch.min(ratio * advantage, ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high) * advantage)
     if settings.beta:
         ell = ell - settings.beta * ((ref - logp).exp() - (ref - logp) - 1)
     return ell

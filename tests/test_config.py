@@ -4,8 +4,9 @@ import dataclasses
 import sys
 
 import pytest
-from harness import FixedRollouts, config_arguments, dataset, load_policy, spread_reward, tokenizer
 from trl import GRPOConfig, TrlParser
+
+from harness import FixedRollouts, config_arguments, dataset, load_policy, spread_reward, tokenizer
 from trl_gmts import GMTSGRPOConfig, GMTSGRPOTrainer
 
 
@@ -91,7 +92,10 @@ def test_command_line_refuses_a_bad_value(capsys):
 
 
 REFUSED = {
-    "unknown selection": ({"token_selection": "best"}, ["token_selection", "best", "gmts", "entropy", "random", "none"]),
+    "unknown selection": (
+        {"token_selection": "best"},
+        ["token_selection", "best", "gmts", "entropy", "random", "none"],
+    ),
     "selection of another case": ({"token_selection": "GMTS"}, ["token_selection", "GMTS"]),
     "no selection": ({"token_selection": None}, ["token_selection", "None"]),
     "unknown scope": ({"selection_scope": "prompt"}, ["selection_scope", "prompt", "batch", "group", "sequence"]),

@@ -1,12 +1,13 @@
 """Selection never narrows the context: every token is trained with what GRPO shows the model before it."""
 
-import harness
 import pytest
 import torch
-from harness import EOS, PAD, relative_error, tokenizer
-from oracle import LIMIT, Settings, eq2, model_with
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
+
+import harness
+from harness import EOS, PAD, relative_error, tokenizer
+from oracle import LIMIT, Settings, eq2, model_with
 from trl_gmts import GMTSGRPOTrainer
 
 
@@ -27,7 +28,9 @@ def visible_rows(forwards: list[dict]) -> list[tuple[int, ...]]:
         for ids, mask in zip(forward["input_ids"], forward["attention_mask"], strict=True):
             shown = mask.nonzero().squeeze(1)
             if len(shown):
-                assert torch.equal(shown, torch.arange(shown[0], shown[-1] + 1)), f"holes in the attention mask: {mask}"
+                assert torch.equal(shown, torch.arange(shown[0], shown[-1] + 1)), (
+                    f"holes in the attention mask: {mask}"
+                )
             rows.append(tuple(ids[shown].tolist()))
     return rows
 
@@ -113,7 +116,7 @@ def test_absolute_positions_are_those_of_grpo(run, arguments):
     gmts = positions_of_tokens(run(GMTSGRPOTrainer, model=absolute_policy(), train=False, **arguments))
     assert len(grpo) == harness.ROWS and gmts
     assert {positions[0] for _, positions in grpo} != {0}, "no padding on the left: nothing to get wrong"
-    starts = {row: positions for row, positions in grpo}
+    starts = dict(grpo)
     for row, positions in gmts:
         whole = next(key for key in starts if key[: len(row)] == row)
         assert positions == starts[whole][: len(row)]

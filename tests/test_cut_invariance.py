@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+
 from harness import ROWS, half_flat_reward, off_policy, relative_error
 from trl_gmts import GMTSGRPOTrainer
 

@@ -2,9 +2,11 @@
 
 import math
 
-import harness
 import pytest
 import torch
+from trl import GRPOTrainer
+
+import harness
 from harness import (
     EOS,
     NUM_GENERATIONS,
@@ -17,7 +19,6 @@ from harness import (
     spread_reward,
 )
 from oracle import LIMIT, Settings, eq2, model_with
-from trl import GRPOTrainer
 from trl_gmts import GMTSGRPOTrainer
 
 
@@ -222,9 +223,7 @@ def spoiled(name: str, values: list[float], base=None, first: int = 0):
 @pytest.mark.parametrize("values", [[NAN] * 5, [-INF] * 5, [INF] * 5, [NAN, INF, -INF, NAN, INF]], ids=str)
 def test_nonfinite_old_and_reference_logps_are_never_selected(run, rows, ratio, name, values):
     """They count among the tokens but are not kept; all other tokens train as they would."""
-    found = run(
-        inject=spoiled(name, values), beta=0.3, use_bias_correction_kl=False, rows=rows, selection_ratio=ratio
-    )
+    found = run(inject=spoiled(name, values), beta=0.3, use_bias_correction_kl=False, rows=rows, selection_ratio=ratio)
     step = found.steps[0]
     expected = oracle_of(step, beta=0.3, ratio=ratio)
     assert int((~expected.of_trainable(expected.delta).isfinite()).sum()) == len(values)

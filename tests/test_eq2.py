@@ -4,13 +4,14 @@ Each case also names rivals: the same step under one wrong reading (another scor
 ...). The gradient has to be far from them, so that a test which passes has told them apart.
 """
 
-import harness
-import oracle
 import pytest
 import torch
+from trl import GRPOTrainer
+
+import harness
+import oracle
 from harness import half_flat_reward, off_policy, relative_error
 from oracle import LIMIT, Settings, eq2, model_with
-from trl import GRPOTrainer
 
 
 FAR = 1e-2

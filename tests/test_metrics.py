@@ -2,12 +2,13 @@
 
 import math
 
-import harness
 import pytest
 import torch
+from trl import GRPOTrainer
+
+import harness
 from harness import FixedRollouts, half_flat_reward, off_policy
 from oracle import Settings, eq2, model_with
-from trl import GRPOTrainer
 from trl_gmts import GMTSGRPOTrainer
 
 
@@ -143,9 +144,7 @@ def test_random_selection_is_drawn_anew_at_each_step(run):
 
 def test_random_selection_is_fair(run):
     """Over 40 draws from the same rows each token is kept about as often: no answer, position or entropy is favoured."""
-    found = run(
-        token_selection="random", num_iterations=40, max_steps=40, learning_rate=1e-12, selection_ratio=0.25
-    )
+    found = run(token_selection="random", num_iterations=40, max_steps=40, learning_rate=1e-12, selection_ratio=0.25)
     entropy_kept = [entry["gmts/entropy_kept"] for entry in found.logs]
     entropy_dropped = [entry["gmts/entropy_dropped"] for entry in found.logs]
     n, kept = len(found.logs), found.logs[0]["gmts/kept_tokens"]

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
 from harness import (
     FixedRollouts,
     config_arguments,
@@ -12,8 +15,6 @@ from harness import (
     relative_error,
     tokenizer,
 )
-from transformers import TrainerCallback
-from trl import GRPOTrainer
 from trl_gmts import GMTSGRPOConfig, GMTSGRPOTrainer
 
 
@@ -85,9 +86,7 @@ def largest_difference(run, grpo: dict, gmts: dict) -> float:
 
     start = flat(theirs[0])
     assert torch.equal(start, flat(ours[0]))
-    return max(
-        relative_error(flat(ours[n]) - start, flat(theirs[n]) - start) for n in range(1, len(theirs))
-    )
+    return max(relative_error(flat(ours[n]) - start, flat(theirs[n]) - start) for n in range(1, len(theirs)))
 
 
 # SGD here: Adam divides a gradient by its own size, and so blows the last bits of near-zero ones up to full steps.

@@ -1,8 +1,9 @@
 """Every optimizer step scores anew, with the weights it has; what TRL buffered is left as it was."""
 
-import harness
 import pytest
 import torch
+
+import harness
 from harness import half_flat_reward, off_policy, relative_error
 from oracle import LIMIT, Settings, answers_of, eq2, logps_and_entropy, model_with
 
