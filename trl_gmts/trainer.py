@@ -521,7 +521,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
         if self._generation_forwards is not None and model is self.model:
             call = ForwardCall.of(args, {**kwargs, "compute_entropy": True})
             if self._skips(call):
-                rows = kwargs["batch_size"]
+                rows = call.kwargs["batch_size"]
                 forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
                 self._generation_forwards.append(forward)
                 return forward
