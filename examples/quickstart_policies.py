@@ -64,14 +64,7 @@ def tiny_start(seed: int, smoke: bool = False) -> Start:
     train, held_out = addition_problems(size=1_000 if smoke else 10_000, num_held_out=16 if smoke else 512)
     model = tiny_model(tokenizer)
     imitate(model, tokenizer, train, random.Random(seed), steps=10 if smoke else 800)
-    gym = reasoning_gym.create_dataset("basic_arithmetic", size=1)
-    return Start(
-        model,
-        tokenizer,
-        train,
-        held_out,
-        lambda text, result: gym.score_answer(final_result(text), {"answer": result}),
-    )
+    return Start(model, tokenizer, train, held_out, score_addition)
 
 
 def addition_problems(size: int, num_held_out: int) -> tuple[list[Problem], list[Problem]]:
@@ -156,9 +149,10 @@ def careless_addition(a: int, b: int, rng: random.Random) -> str:
     return column_addition(a, b, columns, tuple(slips))
 
 
-def final_result(text: str) -> str:
-    """What follows the last #; nothing if there is none."""
-    return text.rpartition("#")[2] if "#" in text else ""
+def score_addition(text: str, result: str) -> float:
+    """reasoning-gym's score of what follows the last #."""
+    written = text.rpartition("#")[2] if "#" in text else ""
+    return reasoning_gym.get_score_answer_fn("basic_arithmetic")(written, {"answer": result})
 
 
 def imitate(
@@ -202,16 +196,13 @@ def smollm2_start(seed: int, smoke: bool = False) -> Start:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_FILE, padding_side="left")
     model = smollm2_model(folder, tokenizer)
     train, held_out = product_problems()
-    gym = reasoning_gym.create_dataset("products", size=1)
-    return Start(
-        model,
-        tokenizer,
-        train,
-        held_out[:4] if smoke else held_out,
-        lambda text, result: gym.score_answer(text.strip(), {"answer": result}),
-        samples_per_problem=8,
-        lora=True,
-    )
+    held_out = held_out[:4] if smoke else held_out
+    return Start(model, tokenizer, train, held_out, score_product, samples_per_problem=8, lora=True)
+
+
+def score_product(text: str, result: str) -> float:
+    """reasoning-gym's score of the whole answer: the question asks for the result and nothing else."""
+    return reasoning_gym.get_score_answer_fn("products")(text.strip(), {"answer": result})
 
 
 def check_smollm2_installed() -> None:
