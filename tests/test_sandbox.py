@@ -7,7 +7,6 @@ after its attempt.
 import os
 import pickle
 import signal
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from trl_gmts.tasks.sandbox import in_parallel
 
 
 ROOMY = Limits(wall_seconds=30.0)
-TIGHT = Limits(wall_seconds=2.5, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20, disk_bytes=4 << 20)
+TIGHT = Limits(wall_seconds=2.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20, disk_bytes=4 << 20)
 TESTS = "from solution import square\n\nassert square(3) == 9\nassert square(-2) == 4\n"
 RIGHT = "def square(x):\n    return x * x\n"
 
@@ -28,8 +27,13 @@ both = pytest.mark.parametrize("isolation", ["bubblewrap", "rlimits"])
 
 def children_of(pid: int) -> set[int]:
     """Processes below this one, at any depth."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listing.splitlines()]
+    pairs = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2]
+        except OSError:  # it has just ended
+            continue
+        pairs.append((int(entry.name), int(after_name.split()[1])))
     found, new = set(), {pid}
     while new:
         new = {child for child, parent in pairs if parent in new} - found

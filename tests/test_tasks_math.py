@@ -15,7 +15,7 @@ from trl_gmts.tasks.answers import last_boxed, text_of
 
 @pytest.fixture(scope="module")
 def reward():
-    return MathReward(seconds=3.0, workers=1)
+    return MathReward(seconds=1.5, workers=1)
 
 
 def say(text):
