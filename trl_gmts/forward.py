@@ -33,7 +33,8 @@ class ForwardCall:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "ForwardCall":
         """The call that TRL made. Raises `TRLSeamError` if it was not made in the way of the supported versions."""
         if len(args) == 4:  # TRL 1.12 and 1.13, for old log-probs
-            args, kwargs = args[:3], {**kwargs, "batch_size": args[3]}
+            kwargs = {**kwargs, "batch_size": args[3]}
+            args = args[:3]
         if len(args) != 3:
             raise TRLSeamError(
                 f"_get_per_token_logps_and_entropies was called with {len(args)} positional arguments besides the model "
