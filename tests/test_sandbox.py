@@ -7,6 +7,7 @@ after its attempt.
 import os
 import pickle
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -376,7 +377,8 @@ def test_many_at_a_time_and_from_other_threads():
 
 
 @both
-def test_the_sandbox_dies_with_the_trainer(isolation):
+def test_the_sandbox_dies_with_the_trainer(isolation, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a killed trainer cannot remove the answer's folder
     trainer = os.fork()
     if trainer == 0:
         Sandbox(isolation, ROOMY).run_program("import time\ntime.sleep(60)")
