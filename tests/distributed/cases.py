@@ -7,7 +7,10 @@ with two processes the last two of the four prompts are the second process's, ex
 from dataclasses import dataclass, field
 
 import torch
+from transformers import TrainerCallback
+
 from harness import (
+    EOS,
     NUM_GENERATIONS,
     PROMPTS,
     FixedRollouts,
@@ -16,12 +19,13 @@ from harness import (
     spread_reward,
     tokenizer,
 )
-from transformers import TrainerCallback
 from trl_gmts import GMTSGRPOConfig, GMTSGRPOTrainer
 
 
 STEPS = 3
 ACCUMULATION = 2
+RATIO = 0.25
+FIRST_TOKEN = 4  # of the first answer's; 3 is "a", a prompt by itself, and would make that answer's contexts alike
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
 ATOL = {"sgd": 1e-6, "adamw_torch": 1e-5}
@@ -83,16 +87,20 @@ class SharedRollouts(FixedRollouts):
         self.starved = starved
 
     def answer(self, prompt: str, index: int) -> list[int]:
-        ids = [3 + NUM_GENERATIONS * PROMPTS.index(prompt) + index, *super().answer(prompt, index)]
+        ids = [FIRST_TOKEN + NUM_GENERATIONS * PROMPTS.index(prompt) + index, *super().answer(prompt, index)]
         if self.starved == "finished answers":
-            return [token for token in ids if token != 1] + ([] if has_nothing(prompt, self.round) else [1])
+            return [token for token in ids if token != EOS] + ([] if has_nothing(prompt, self.round) else [EOS])
         return ids
 
     def __call__(self, prompts: list[str], trainer) -> dict:
         first = trainer.accelerator.process_index * len(prompts)
         completions = [self.answer(prompt, (first + i) % NUM_GENERATIONS) for i, prompt in enumerate(prompts)]
         output = {
-            "prompt_ids": [tokenizer()(prompt)["input_ids"] for prompt in prompts],
+            # As if each answer had been asked for in other words: the first tokens of a group would otherwise have the
+            # same entropy, and rounding would rank them.
+            "prompt_ids": [
+                [*tokenizer()(prompt)["input_ids"], ids[0]] for prompt, ids in zip(prompts, completions, strict=True)
+            ],
             "completion_ids": completions,
             "logprobs": None,
         }
@@ -125,6 +133,9 @@ class Rewards:
         return rewards
 
 
+RECORDED = ("completion_ids", "mask", "kept", "scores", "entropies")
+
+
 class Selections(TrainerCallback):
     """What this process kept, step by step."""
 
@@ -134,8 +145,7 @@ class Selections(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         selection = self.trainer.last_selection
-        names = ("completion_ids", "mask", "kept", "scores")
-        self.steps.append({name: getattr(selection, name).detach().clone() for name in names})
+        self.steps.append({name: getattr(selection, name).detach().clone() for name in RECORDED})
 
 
 def build(case: Case, model, output_dir: str, processes: int) -> tuple[GMTSGRPOTrainer, Selections]:
@@ -144,7 +154,7 @@ def build(case: Case, model, output_dir: str, processes: int) -> tuple[GMTSGRPOT
     arguments = config_arguments(rows=rows) | {
         "gradient_accumulation_steps": ACCUMULATION,
         "max_steps": STEPS,
-        "selection_ratio": 0.3,
+        "selection_ratio": RATIO,
         "save_only_model": True,
     }
     if isinstance(model, str):

@@ -1,6 +1,9 @@
 """More tokens than float32 or `torch.quantile` can count, spread over two real processes."""
 
+from functools import cache
+
 import torch
+
 from trl_gmts.selection import select_tokens
 
 
@@ -10,6 +13,7 @@ RATIO = 0.2
 SCOPES = ("batch", "group")
 
 
+@cache
 def scores_and_segments(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores over many orders of magnitude, a tenth of them zero; runs of tokens that belong together."""
     generator = torch.Generator().manual_seed(tokens)

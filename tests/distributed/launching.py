@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from distributed.layouts import LAYOUTS, environment, write_config
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from distributed import large
 from distributed.large import SEGMENTS, part, scores_and_segments, select
 from trl_gmts.selection import kth_largest
@@ -50,17 +51,18 @@ class Crowd:
         return results
 
 
-def by_sorting(scores, segments, num_segments, ratio=large.RATIO, scored_only=False, bottom=False):
+def by_ranking(scores, segments, num_segments, ratio=large.RATIO, scored_only=False, bottom=False):
     """bool: what is to be kept; float: the threshold of each segment. With everything in one place."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
     thresholds = torch.full((num_segments,), float("nan"))
     for segment in range(num_segments):
         here = segments == segment
         rankable = here & (scores > 0) if scored_only else here
-        ranked = scores[rankable].sort(descending=not bottom).values
+        ranked = scores[rankable]
         if len(ranked) == 0:
             continue
-        tau = ranked[-(-len(ranked) * round(ratio * 100) // 100) - 1]
+        budget = -(-len(ranked) * round(ratio * 100) // 100)
+        tau = ranked.kthvalue(budget if bottom else len(ranked) + 1 - budget).values
         thresholds[segment] = tau
         kept |= rankable & (scores <= tau if bottom else (scores >= tau) & (scores > 0))
     return kept, thresholds
@@ -90,11 +92,11 @@ OPTIONS = [
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_segments", [1, SEGMENTS])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_any_number_of_processes_keeps_what_sorting_in_one_place_keeps(processes, num_segments, options):
+def test_any_number_of_processes_keeps_what_ranking_in_one_place_keeps(processes, num_segments, options):
     scores, segments = scores_and_segments(4_001)
     scores = scores.round(decimals=1)  # ties
     segments = segments % num_segments
-    kept, thresholds = by_sorting(scores, segments, num_segments, **options)
+    kept, thresholds = by_ranking(scores, segments, num_segments, **options)
     found, _ = spread(processes, scores, segments, num_segments, **options)
     assert torch.equal(torch.cat([selected.kept for selected in found]), kept)
     for selected in found:
@@ -105,9 +107,11 @@ def test_any_number_of_processes_keeps_what_sorting_in_one_place_keeps(processes
 @pytest.mark.parametrize("empty", [0, 1])
 def test_a_process_without_tokens_takes_part(empty):
     scores, segments = scores_and_segments(1_000)
-    kept, thresholds = by_sorting(scores, segments, SEGMENTS)
+    kept, thresholds = by_ranking(scores, segments, SEGMENTS)
     mine = [slice(0, 0), slice(0, 1_000)] if empty == 0 else [slice(0, 1_000), slice(0, 0)]
-    found = Crowd(2).run(lambda process, total: select(scores[mine[process]], segments[mine[process]], SEGMENTS, total))
+    found = Crowd(2).run(
+        lambda process, total: select(scores[mine[process]], segments[mine[process]], SEGMENTS, total)
+    )
     assert torch.equal(found[1 - empty].kept, kept) and found[empty].kept.numel() == 0
     assert all(torch.equal(selected.thresholds, thresholds) for selected in found)
 
@@ -139,27 +143,27 @@ def test_scores_that_differ_in_one_bit_are_told_apart(bits):
 
 
 @pytest.fixture(scope="module")
-def sorted_in_one_place():
+def ranked_in_one_place():
     scores, segments = scores_and_segments()
-    return {"batch": by_sorting(scores, segments * 0, 1), "group": by_sorting(scores, segments, SEGMENTS)}
+    return {"batch": by_ranking(scores, segments * 0, 1), "group": by_ranking(scores, segments, SEGMENTS)}
 
 
-def test_thresholds_are_exact_over_more_than_two_to_the_24_tokens(sorted_in_one_place):
+def test_thresholds_are_exact_over_more_than_two_to_the_24_tokens(ranked_in_one_place):
     """`torch.quantile` refuses so many, and float32 cannot count them."""
     assert large.TOKENS > 2**24 and float(torch.tensor(float(2**24)) + 1) == 2**24
     scores, segments = scores_and_segments()
     for scope, num_segments in (("batch", 1), ("group", SEGMENTS)):
         selected = select(scores, segments % num_segments, num_segments, lambda tensor: tensor)
-        kept, thresholds = sorted_in_one_place[scope]
+        kept, thresholds = ranked_in_one_place[scope]
         assert torch.equal(selected.kept, kept)
         assert torch.equal(selected.thresholds, thresholds)
         assert selected.denominator == max(int(kept.sum()), int(selected.budgets.sum()))
 
 
-def test_two_real_processes_share_more_than_two_to_the_24_tokens(shared, sorted_in_one_place):
+def test_two_real_processes_share_more_than_two_to_the_24_tokens(shared, ranked_in_one_place):
     for scope, num_segments in (("batch", 1), ("group", SEGMENTS)):
         found = [outcome["large"][scope] for outcome in shared("DDP")]
-        kept, thresholds = sorted_in_one_place[scope]
+        kept, thresholds = ranked_in_one_place[scope]
         assert torch.equal(torch.cat([selected["kept"] for selected in found]), kept)
         for selected in found:
             assert torch.equal(selected["thresholds"], thresholds)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
 from distributed.cases import CASES, Outcome, build, logs_of
 from distributed.large import select_between_processes
 from distributed.layouts import LAYOUTS, model_for, prepare_process, share, whole_parameters
