@@ -5,7 +5,19 @@ import functools
 import pytest
 import torch
 
-from harness import ROWS, half_flat_reward, off_policy, relative_error
+from harness import (
+    EOS,
+    PROMPTS,
+    ROWS,
+    FixedRollouts,
+    half_flat_reward,
+    load_policy,
+    off_policy,
+    policy_config,
+    relative_error,
+)
+from harness import run as run_harness
+from oracle import Settings, eq2, model_with
 from trl_gmts import GMTSGRPOTrainer
 
 
@@ -47,11 +59,10 @@ CUTS = {
 @pytest.fixture(scope="module")
 def uncut(model_dir, run_dir):
     """The gradient of the step in one micro-batch of 16 rows, as TRL made it: computed once for each loss."""
-    from harness import load_policy, run
 
     @functools.cache
     def gradient(loss):
-        found = run(model=load_policy(model_dir), output_dir=run_dir, loss_type=loss, **LOSSES[loss], **STEP)
+        found = run_harness(model=load_policy(model_dir), output_dir=run_dir, loss_type=loss, **LOSSES[loss], **STEP)
         return found.gradient
 
     return gradient
@@ -65,24 +76,24 @@ def test_gradient_is_the_same_however_the_step_is_cut(run, uncut, loss, cut):
     assert relative_error(found.gradient, uncut(loss)) < LIMIT
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {"token_selection": "entropy"},
-        {"token_selection": "random"},
-        {"selection_scope": "group"},
-        {"selection_scope": "sequence"},
-        {"selection_base": "scored", "reward": half_flat_reward},
-        {"select_bottom": True, "selection_ratio": 0.5},
-        {"normalize_selected": False},
-        {"tool_tokens": True, "temperature": 0.6},
-    ],
-    ids=str,
-)
+VARIANTS = {
+    "entropy": {"token_selection": "entropy"},
+    "random": {"token_selection": "random"},
+    "group scope": {"selection_scope": "group"},
+    "sequence scope": {"selection_scope": "sequence"},
+    "scored base": {"selection_base": "scored", "reward": half_flat_reward},
+    "bottom": {"select_bottom": True, "selection_ratio": 0.5},
+    "unnormalised": {"normalize_selected": False},
+    "tool tokens, temperature": {"tool_tokens": True, "temperature": 0.6},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_do_not_depend_on_the_cut(run, variant):
-    whole = run(**(STEP | variant))
+    arguments = STEP | VARIANTS[variant]
+    whole = run(**arguments)
     for cut in ({"rows": 4}, {"rows": 1}, {"rows": 2, "inject": permuted(STEP["inject"]), "pad_to_multiple_of": 32}):
-        assert relative_error(run(**(STEP | variant | cut)).gradient, whole.gradient) < LIMIT, cut
+        assert relative_error(run(**(arguments | cut)).gradient, whole.gradient) < LIMIT, cut
 
 
 def test_the_cuts_are_real(run):
@@ -99,13 +110,27 @@ def test_the_cuts_are_real(run):
 
 def test_a_threshold_for_each_micro_batch_would_fail_here(run, model_dir):
     """The steps are such that selecting within micro-batches, as others do, gives another gradient."""
-    import harness
-    from oracle import Settings, eq2, model_with
-
     step = run(GMTSGRPOTrainer, rows=4, inject=off_policy(old=0.3)).steps[0]
-    model = model_with(step.weights, harness.policy_config())
+    model = model_with(step.weights, policy_config())
     of_step = eq2(model, step.micro_batches, Settings())
     of_pieces = [eq2(model, [batch], Settings()) for batch in step.micro_batches]
     pieces = sum(p.gradient * p.denominator for p in of_pieces) / sum(p.denominator for p in of_pieces)
     assert relative_error(step.gradient, of_step.gradient) < 2e-5
     assert relative_error(step.gradient, pieces) > 1e-2
+
+
+@pytest.mark.parametrize("rows", [16, 8, 4, 2, 1])
+def test_a_micro_batch_without_kept_tokens_trains_on_nothing(run, rows):
+    """
+    Only the answers to the shortest prompt are kept, first tokens included. Whatever the other micro-batches run instead
+    of nothing (the shortest row at hand, say), none of it is trained on, not even once more.
+    """
+
+    def reward(prompts, completion_ids, **kwargs):
+        return [ids[0] ** 0.5 * (prompt == PROMPTS[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+
+    answers = FixedRollouts(answers=lambda prompt, index, round: [3 + 7 * index, EOS])
+    step = run(rollouts=answers, reward=reward, rows=rows, selection_ratio=0.25).steps[0]
+    expected = eq2(model_with(step.weights, policy_config()), step.micro_batches, Settings(ratio=0.25))
+    assert [bool(kept.all()) for kept in expected.kept] == [len(a.prompt) == 1 for a in expected.answers]
+    assert relative_error(step.gradient, expected.gradient) < 2e-5

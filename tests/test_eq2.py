@@ -113,7 +113,6 @@ CASES = {
             "selection_scope": "group",
             "selection_base": "scored",
             "selection_ratio": 0.3,
-            "rows": 2,
         },
         {
             "beta": 0.3,
@@ -152,10 +151,11 @@ def taken(run):
     return take
 
 
+@pytest.mark.parametrize("rows", [16, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_is_that_of_eq2(taken, case):
+def test_gradient_is_that_of_eq2(taken, case, rows):
     arguments, settings, rivals = CASES[case]
-    step, model = taken(arguments)
+    step, model = taken({"rows": rows} | arguments)
     expected = eq2(model, step.micro_batches, Settings(**settings))
     assert expected.gap > 1e-4, "the case has scores too close to the threshold to be decided in float32"
     assert relative_error(step.gradient, expected.gradient) < LIMIT
