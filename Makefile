@@ -38,7 +38,7 @@ lint: $(VENV)/dev.stamp
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/dev.stamp
-	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/mkdocs build --strict
 
 core-tests: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest $(PYTEST_ARGS) -m "not distributed"
