@@ -51,9 +51,8 @@ def assert_finite(found):
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
-@pytest.mark.parametrize("rows", [16, 4])
-def test_all_advantages_zero(run, selection, rows):
-    found = run(reward=flat_reward, rows=rows, max_steps=2, **selection)
+def test_all_advantages_zero(run, selection):
+    found = run(reward=flat_reward, rows=4, max_steps=2, **selection)
     assert len(found.steps) == 2
     assert all(not batch["advantages"].any() for step in found.steps for batch in step.micro_batches)
     assert_finite(found)
@@ -71,12 +70,11 @@ def never_ending(prompt, index, round):
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
-@pytest.mark.parametrize("rows", [16, 4])
-def test_everything_truncated_and_masked(run, selection, rows):
+def test_everything_truncated_and_masked(run, selection):
     found = run(
         rollouts=FixedRollouts(answers=never_ending),
         mask_truncated_completions=True,
-        rows=rows,
+        rows=4,
         max_steps=2,
         **selection,
     )
@@ -147,10 +145,10 @@ def twins(prompt, index, round):
 
 # Groups of eight: with two pairs in a group, one's advantage would be minus the other's, but for its last bit.
 TWINS = {"num_generations": 8, "prompts": PROMPTS[1:3]}
-RATIOS = [0.05, 0.1, 0.17, 0.2, 0.33]
+RATIOS = [0.05, 0.1, 0.17, 0.33]
 
 
-@pytest.mark.parametrize("rows", [16, 8, 4, 2, 1])
+@pytest.mark.parametrize("rows", [16, 4, 1])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_identical_answers_tie_and_ties_are_all_kept(run, rows, ratio):
     """At whatever ratio the cut falls between two twins, both are kept or neither is."""
@@ -217,8 +215,7 @@ def spoiled(name: str, values: list[float], base=None, first: int = 0):
     return inject
 
 
-@pytest.mark.parametrize("rows", [16, 4])
-@pytest.mark.parametrize("ratio", [0.2, 0.9, 1.0])
+@pytest.mark.parametrize(("rows", "ratio"), [(4, 0.2), (16, 1.0)])
 @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
 @pytest.mark.parametrize("values", [[NAN] * 5, [-INF] * 5, [INF] * 5, [NAN, INF, -INF, NAN, INF]], ids=str)
 def test_nonfinite_old_and_reference_logps_are_never_selected(run, rows, ratio, name, values):
