@@ -7,6 +7,7 @@ addition by imitating a careless demonstrator. `smollm2_start` loads SmolLM2-135
 
 import importlib.util
 import random
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,8 +202,9 @@ def smollm2_start(seed: int, smoke: bool = False) -> Start:
 
 
 def score_product(text: str, result: str) -> float:
-    """reasoning-gym's score of the whole answer: the question asks for the result and nothing else."""
-    return reasoning_gym.get_score_answer_fn("products")(text.strip(), {"answer": result})
+    """reasoning-gym's score of the last number written."""
+    numbers = re.findall(r"\d+", text)
+    return reasoning_gym.get_score_answer_fn("products")(numbers[-1] if numbers else "", {"answer": result})
 
 
 def check_smollm2_installed() -> None:
@@ -219,9 +221,8 @@ def check_smollm2_installed() -> None:
 
 def smollm2_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The weights in bfloat16. transformers marks a model read from GGUF as quantized, and would not train or save it."""
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_FILE, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
     config = AutoConfig.from_pretrained(folder, gguf_file=SMOLLM2_FILE)
-    del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.generation_config = GenerationConfig(
