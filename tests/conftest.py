@@ -21,6 +21,13 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_precision_left_behind():
+    """transformers 4 passes `bf16=True` to accelerate through the environment, and on to whatever trains next."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """A saved tiny policy. TRL loads the reference model from where the policy came from."""
