@@ -40,8 +40,6 @@ def write_config(layout: Layout, folder: Path) -> Path:
     """TRL's configuration for `accelerate launch`, for two CPU processes in float32."""
     config = yaml.safe_load((Path(trl.__file__).parent / "accelerate_configs" / f"{layout.shipped}.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": "no", "main_process_port": 0}
-    if layout.shipped == "zero1":  # the only one that fixes it, at 1
-        config["deepspeed_config"]["gradient_accumulation_steps"] = ACCUMULATION
     if layout.kind in ("ddp", "native"):
         config["use_cpu"] = True  # with DeepSpeed or FSDP it would mean DDP
     if layout.shipped == "fsdp1":  # both go through CUDA
@@ -69,6 +67,13 @@ def write_config(layout: Layout, folder: Path) -> Path:
     path = folder / "accelerate.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def launcher_arguments(layout: Layout) -> list[str]:
+    """What a user has to add to the command line."""
+    if layout.shipped == "zero1":  # the only configuration that fixes the number, at 1
+        return ["--gradient_accumulation_steps", str(ACCUMULATION)]
+    return []
 
 
 def environment(layout: Layout) -> dict[str, str]:
