@@ -92,7 +92,9 @@ def save_reward_plot(path: Path, log_history: list[dict[str, Any]], before: floa
     rewards = [log["reward"] for log in log_history if "reward" in log]
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     axes.plot(steps, rewards, label="reward, training problems")
-    axes.plot([0, steps[-1]], [before, after], "o", color="black", label="sampled accuracy, held-out problems")
+    axes.plot(
+        [0, log_history[-1]["step"]], [before, after], "o", color="black", label="sampled accuracy, held-out problems"
+    )
     axes.set(xlabel="optimizer step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

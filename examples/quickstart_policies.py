@@ -239,7 +239,8 @@ def product_problems(num_held_out: int = 20) -> tuple[list[Problem], list[Proble
     entries = {entry["metadata"]["expression"]: entry for entry in gym}
     pairs = list(dict.fromkeys(tuple(sorted(expression.split(" * "))) for expression in entries))
     held_out_pairs = set(pairs[:num_held_out])
-    train, held_out = [], []
+    train: list[Problem] = []
+    held_out: list[Problem] = []
     for expression, entry in entries.items():
         problem = {
             "prompt": [{"role": "user", "content": entry["question"]}],
