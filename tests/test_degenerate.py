@@ -316,30 +316,46 @@ def overflowing(model):
 @pytest.mark.parametrize("rows", [16, 4])
 @pytest.mark.parametrize("ratio", [0.2, 0.9])
 def test_nonfinite_model_logps_are_never_selected(run, model_dir, rows, ratio):
-    """Where the policy gives no number nothing is kept; the other tokens, of the same answers too, train as usual."""
+    """
+    Where the policy gives no number nothing is kept; the other tokens, of the same answers too, train as usual. The `x`
+    itself, on which the policy breaks down, still has a log-prob: it is clipped, so as not to be kept either.
+    """
+    letter = harness.tokenizer().convert_tokens_to_ids("x")
 
     def answers(prompt, index, round):
         ids = FixedRollouts().answer(prompt, index)
-        letter = harness.tokenizer().convert_tokens_to_ids("x")
-        return [ids[0], letter, *ids[1:]] if index == 1 and len(ids) > 1 else ids
+        return [*ids[:3], letter, *ids[3:]] if index == 1 and len(ids) > 1 else ids
+
+    def clip_letter(trainer, batch):
+        old = harness.policy_logps(trainer, batch)
+        clipped = old - batch["advantages"].sign()[:, None]
+        return batch | {"old_per_token_logps": torch.where(batch["completion_ids"] == letter, clipped, old)}
 
     found = run(
         model=overflowing(load_policy(model_dir)),
         prompts=[prompt.replace("x", "w") for prompt in PROMPTS],
         rollouts=FixedRollouts(answers=answers),
+        inject=clip_letter,
         rows=rows,
         selection_ratio=ratio,
     )
     step = found.steps[0]
-    # `eq2` runs an answer at a time and leaves out of its graph what is not kept; a spoiled row would still spoil it.
     broken = overflowing(model_with(step.weights, harness.policy_config())).train()
     with_nan = eq2(broken, step.micro_batches, Settings(ratio=ratio))
+    spoiled = [a for a, delta in zip(with_nan.answers, with_nan.delta, strict=True) if not delta.isfinite().all()]
     unusable = int((~with_nan.of_trainable(with_nan.delta).isfinite()).sum())
-    assert unusable >= 2
+    assert len(spoiled) >= 2 and unusable >= 2
+    assert ratio < 0.9 or any(
+        kept.any() for a, kept in zip(with_nan.answers, with_nan.kept, strict=True) if a in spoiled
+    )
     assert_finite(found)
     assert found.logs[0]["gmts/nonfinite_scores"] == unusable
+    # A broken answer breaks the oracle's graph too, so the gradient of what is kept comes from a sound policy.
+    sound_batches = [
+        {k: v.nan_to_num() if k.startswith("old") else v for k, v in b.items()} for b in step.micro_batches
+    ]
     sound = model_with(step.weights, harness.policy_config())
-    expected = eq2(sound, step.micro_batches, Settings(ratio=ratio), kept=with_nan.kept)
+    expected = eq2(sound, sound_batches, Settings(ratio=ratio), kept=with_nan.kept)
     scale = expected.denominator / with_nan.denominator
     assert relative_error(found.gradient, expected.gradient * scale) < LIMIT
 
