@@ -55,7 +55,7 @@ def make_packs(
     Deal the rows with a needed token over exactly `num_packs` packs, sorted by length so that little is padded.
 
     The number of packs does not depend on what is needed, so that every process runs the model equally often; where
-    nothing is left for a pack it holds the shortest prompt, with one column of completion, so that it can still be run.
+    nothing is left for a pack it holds the shortest prompt and one column of padding, so that it can still be run.
     No pack has more than `max_rows` rows or more columns than the batch.
 
     Args:
@@ -98,6 +98,8 @@ def make_packs(
         width = int((row_ends - starts[rows]).max())
         columns = row_ends[:, None] - width + torch.arange(width, device=rows.device)
         columns = columns.masked_fill(columns < starts[rows][:, None], -1)
+        if rows is idle:
+            columns[:, -1] = -1  # a token of its row may be needed, and is in another pack already
         packs.append(Pack(rows, columns, prompt_width, int(row_ends.max()) - prompt_width))
     return packs
 

@@ -35,7 +35,7 @@ class TRLSeamError(RuntimeError):
 def check_methods() -> None:
     """Raise [`TRLSeamError`] unless `GRPOTrainer` has the methods that are overridden, with the parameters used."""
     for name, parameters in _METHODS.items():
-        method = getattr(GRPOTrainer, name, None)
+        method = vars(GRPOTrainer).get(name)  # not getattr: transformers' Trainer has some of these too
         if method is None:
             raise TRLSeamError(f"GRPOTrainer has no method {name}.")
         found = tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)]
