@@ -48,7 +48,8 @@ class GMTSGRPOConfig(GRPOConfig):
         skip_unselected (`bool`, *optional*, defaults to `True`):
             Leave what is not trained on out of the forward and backward passes as well: answers without a kept token,
             what follows an answer's last kept token, and padding. The gradient is the same, the step is cheaper.
-            Batches with images or an MoE load-balancing loss, and `selection_ratio=1`, run whole all the same.
+            Batches with images or an MoE load-balancing loss, batches beyond the original context length of a model
+            with dynamic or LongRoPE scaling, and `selection_ratio=1`, run whole all the same.
 
     Raises:
         ValueError: if a value is outside its range, or if a combination would make the selection wrong. The message

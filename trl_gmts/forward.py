@@ -3,6 +3,7 @@
 Left to others: what a pack is (`packing.py`), and running TRL's forward on a request (`trainer.py`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,15 +50,20 @@ class ForwardCall:
             for name, value in self.kwargs.items()
         )
 
-    def packed(self, pack: Pack, needed: torch.Tensor) -> "ForwardCall":
-        """The call for a pack of the rows, with log-probs of the tokens in `needed` (bool (B, T)) only."""
+    def packed(self, pack: Pack, needed: torch.Tensor, *, with_positions: bool) -> "ForwardCall":
+        """
+        The call for a pack of the rows, with log-probs of the tokens in `needed` (bool (B, T)) only.
+
+        `with_positions` tells the model the columns that the tokens had. It has to, where rows were shifted; it must
+        not, where a model may have its own way of counting, as from the attention mask.
+        """
         prompt = needed.new_zeros(len(needed), pack.prompt_width)
         return ForwardCall(
             input_ids=pack.gather(self.input_ids, padding=0),
             attention_mask=pack.gather(self.attention_mask, padding=0),
             logits_to_keep=pack.completion_width,
             kwargs={name: value for name, value in self.kwargs.items() if name != "batch_size"},
-            position_ids=pack.columns.clamp(min=0),
+            position_ids=pack.columns.clamp(min=0) if with_positions else None,
             wanted=pack.gather(torch.cat([prompt, needed], dim=1), padding=0),
         )
 
@@ -94,3 +100,28 @@ def has_rotary_positions(config: Any) -> bool:
     return config.get_text_config() is config and any(
         getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta")
     )
+
+
+def learns_prompt(model: Any) -> bool:
+    """Whether an adapter puts tokens of its own in front (prompt tuning); PEFT then ignores position ids."""
+    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
+
+
+def longest_with_fixed_positions(config: Any) -> float:
+    """
+    The width up to which a token's rotary embedding does not depend on how wide the batch is.
+
+    With dynamic and LongRoPE scaling the frequencies follow the last position of the batch, padding included, once it is
+    past the original context length. Infinite for other models.
+    """
+    text_config = config.get_text_config()
+    scalings = [getattr(text_config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    scalings += [nested for scaling in scalings for nested in scaling.values() if isinstance(nested, dict)]
+    limits = [math.inf]
+    for scaling in scalings:
+        kind = scaling.get("rope_type") or scaling.get("type") or ""
+        if "dynamic" in kind or kind in ("longrope", "su"):
+            for holder in (scaling, vars(text_config)):
+                limits += [holder.get("original_max_position_embeddings") or math.inf]
+            limits += [text_config.max_position_embeddings]
+    return min(limits)

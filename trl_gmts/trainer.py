@@ -35,7 +35,13 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .batch import Batch, concatenated, neutralized, trainable_tokens, unusable_tokens
 from .config import GMTSGRPOConfig
-from .forward import ForwardCall, concatenated_call, has_rotary_positions
+from .forward import (
+    ForwardCall,
+    concatenated_call,
+    has_rotary_positions,
+    learns_prompt,
+    longest_with_fixed_positions,
+)
 from .metrics import selection_metrics, selection_sums
 from .packing import make_packs, whole_rows
 from .scores import entropy_scores, gmts_scores, random_scores
@@ -214,7 +220,8 @@ class GMTSGRPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         check_attributes(self)
         # Rows may be shifted against each other where each token can be told its position.
-        self._has_rotary_positions = has_rotary_positions(self.model.config)
+        self._has_rotary_positions = has_rotary_positions(self.model.config) and not learns_prompt(self.model)
+        self._longest_skipped = longest_with_fixed_positions(self.model.config)
 
     def compute_loss(
         self,
@@ -256,7 +263,8 @@ class GMTSGRPOTrainer(GRPOTrainer):
     def _skips(self, *calls: ForwardCall) -> bool:
         """Whether what is not needed of these calls is left out of the forward, and not only of the gradient."""
         wanted = self.args.skip_unselected and self.args.selection_ratio < 1
-        return self._selects() and wanted and all(call.is_plain() for call in calls)
+        fixed = all(call.is_plain() and call.input_ids.size(1) <= self._longest_skipped for call in calls)
+        return self._selects() and wanted and fixed
 
     # The optimizer step
 
@@ -452,7 +460,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
         if self._skips(*calls):
             call = concatenated_call(calls)
             packs = make_packs(call.attention_mask, kept, len(calls), max(sizes), trim_left=self._has_rotary_positions)
-            calls = [call.packed(pack, kept) for pack in packs]
+            calls = [call.packed(pack, kept, with_positions=self._has_rotary_positions) for pack in packs]
         else:
             prompt_width = calls[0].input_ids.size(1) - kept.size(1)
             packs = whole_rows(sizes, prompt_width, kept.size(1), kept.device)
@@ -510,7 +518,8 @@ class GMTSGRPOTrainer(GRPOTrainer):
         packs = make_packs(call.attention_mask, completion, num_packs, max_rows, trim_left=self._has_rotary_positions)
         logps, entropies = (torch.zeros(completion.shape, device=completion.device) for _ in range(2))
         for pack in packs:
-            packed_logps, packed_entropies, _ = self._forward(model, call.packed(pack, completion))
+            packed = call.packed(pack, completion, with_positions=self._has_rotary_positions)
+            packed_logps, packed_entropies, _ = self._forward(model, packed)
             logps = pack.scatter_completion(packed_logps, logps)
             entropies = pack.scatter_completion(packed_entropies, entropies)
         return logps, entropies, None
