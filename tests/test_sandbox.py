@@ -18,6 +18,8 @@ from trl_gmts.tasks import Limits, Sandbox, SandboxError
 from trl_gmts.tasks.sandbox import in_parallel
 
 
+pytestmark = pytest.mark.sandbox
+
 ROOMY = Limits(wall_seconds=30.0)
 TIGHT = Limits(wall_seconds=2.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20, disk_bytes=4 << 20)
 TESTS = "from solution import square\n\nassert square(3) == 9\nassert square(-2) == 4\n"

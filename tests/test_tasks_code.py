@@ -12,6 +12,8 @@ from trl_gmts.tasks.answers import last_python_block
 from trl_gmts.tasks.code import calls, same_output
 
 
+pytestmark = pytest.mark.sandbox
+
 LIMITS = Limits(wall_seconds=30.0)
 SQUARE = "def square(x):\n    return x * x"
 WRONG = "def square(x):\n    return 0"
