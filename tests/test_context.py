@@ -85,41 +85,43 @@ def absolute_policy(seed: int = 0):
     return GPT2LMHeadModel(config).double()
 
 
-def positions_of_tokens(found, embedding_name: str = "wpe") -> list[dict]:
-    """Run `found`, a built but not yet trained run, and record (visible ids, positions) of every row with gradient."""
+def positions_of_tokens(found) -> list[tuple]:
+    """Train `found`, a built run, and record (visible ids, their positions) of every row that is run with gradient."""
     seen, current = [], {}
     decoder = found.trainer.accelerator.unwrap_model(found.trainer.model).base_model
 
     def see_tokens(module, args, kwargs):
         current.clear()
         if torch.is_grad_enabled() and found.trainer.model.training:
-            current.update(kwargs)
-            current["input_ids"] = kwargs.get("input_ids", args[0] if args else None)
+            current.update({"input_ids": args[0] if args else None} | kwargs)
 
-    def see_positions(module, args, output):
+    def see_positions(module, args, kwargs):
         if current:
             ids, mask = current["input_ids"], current["attention_mask"]
-            positions = args[0].expand_as(ids)
-            for row, shown, where in zip(ids, mask.bool(), positions, strict=True):
+            positions = kwargs["position_ids"] if "position_ids" in kwargs else args[-1]
+            for row, shown, where in zip(ids, mask.bool(), positions.expand_as(ids), strict=True):
                 seen.append((tuple(row[shown].tolist()), tuple(where[shown].tolist())))
 
     decoder.register_forward_pre_hook(see_tokens, with_kwargs=True)
-    getattr(decoder, embedding_name).register_forward_hook(see_positions)
+    embedding = decoder.wpe if hasattr(decoder, "wpe") else decoder.rotary_emb
+    embedding.register_forward_pre_hook(see_positions, with_kwargs=True)
     found.trainer.train()
     return seen
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("arguments", [{}, {"rows": 4}, {"rows": 4, "pad_to_multiple_of": 8}], ids=str)
-def test_absolute_positions_are_those_of_grpo(run, arguments):
-    """With learned positions each token has the position that it has in GRPO, whatever padding is trimmed."""
-    grpo = positions_of_tokens(run(GRPOTrainer, model=absolute_policy(), train=False, **arguments))
-    gmts = positions_of_tokens(run(GMTSGRPOTrainer, model=absolute_policy(), train=False, **arguments))
+def test_positions_are_those_of_grpo(run, arguments, positions):
+    """Each token has the position that it has in GRPO, counted from the same place, whatever padding is trimmed."""
+    model = {"learned": absolute_policy, "rotary": lambda: None}[positions]
+    grpo = positions_of_tokens(run(GRPOTrainer, model=model(), train=False, **arguments))
+    gmts = positions_of_tokens(run(GMTSGRPOTrainer, model=model(), train=False, **arguments))
     assert len(grpo) == harness.ROWS and gmts
-    assert {positions[0] for _, positions in grpo} != {0}, "no padding on the left: nothing to get wrong"
-    starts = dict(grpo)
-    for row, positions in gmts:
-        whole = next(key for key in starts if key[: len(row)] == row)
-        assert positions == starts[whole][: len(row)]
+    assert {places[0] for _, places in grpo} != {0}, "no padding on the left: nothing to get wrong"
+    whole_rows = dict(grpo)
+    for row, places in gmts:
+        whole = next(key for key in whole_rows if key[: len(row)] == row)
+        assert places == whole_rows[whole][: len(row)]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rows": 4}, {"rows": 4, "pad_to_multiple_of": 8}], ids=str)
