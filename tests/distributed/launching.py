@@ -11,7 +11,7 @@ from distributed.layouts import LAYOUTS, environment, launcher_arguments, write_
 
 LOG = "log.txt"
 WORKER = Path(__file__).with_name("worker.py")
-TIMEOUT = 300  # seconds; 15 to 45 are needed. Processes that wait for each other are a failure, not a delay.
+TIMEOUT = 400  # seconds; 15 to 45 are needed, three times that on a busy machine. Processes that wait for each other are a failure, not a delay.
 
 
 class LaunchFailed(AssertionError):
