@@ -17,6 +17,7 @@ DEFAULTS = {
     "selection_base": "all",
     "select_bottom": False,
     "normalize_selected": True,
+    "skip_unselected": True,
 }
 
 
