@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from harness import CHARS, EOS, NUM_GENERATIONS, PAD, PROMPTS, Step, recording
+from harness import CHARS, EOS, NUM_GENERATIONS, PAD, PROMPTS, Step
 
 
 LENGTHS = (3, 7, 4, 6, 1, 5, 7, 2, 6, 4, 7, 3, 5, 2, 7, 6)  # of the answers
@@ -129,6 +129,3 @@ def group_of(tokens: Tokens) -> torch.Tensor:
     """int64 (N,): number of the prompt, since the answers of a group were numbered in a row."""
     order = tokens.row.unique()
     return torch.searchsorted(order, tokens.row) // NUM_GENERATIONS
-
-
-__all__ = ["DistinctRollouts", "load_lookup_policy", "read_tokens", "recording", "save_lookup_policy"]
