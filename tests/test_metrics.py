@@ -10,6 +10,7 @@ import harness
 from harness import FixedRollouts, half_flat_reward, off_policy
 from oracle import Settings, eq2, model_with
 from trl_gmts import GMTSGRPOTrainer
+from trl_gmts.metrics import selection_metrics, selection_sums
 
 
 NAMES = {
@@ -214,3 +215,10 @@ def test_masked_answers_are_not_kept_answers(run):
     lengths = [int(row.sum()) for batch in found.steps[0].micro_batches for row in batch["completion_mask"]]
     assert 0 < lengths.count(0) < 16
     assert found.logs[0]["gmts/answers_with_kept"] == pytest.approx((16 - lengths.count(0)) / 16)
+
+
+def test_counts_are_exact_beyond_what_float32_counts():
+    mask = torch.ones(1, 2**24 + 1, dtype=torch.bool)
+    zeros = torch.zeros(mask.shape)
+    sums = selection_sums(mask, mask, zeros, zeros, torch.ones(1, 1), mask)
+    assert selection_metrics(sums)["kept_tokens"] == 2**24 + 1

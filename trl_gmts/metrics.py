@@ -41,8 +41,9 @@ def selection_sums(
         kept_by_entropy (`torch.Tensor` of shape `(R, T)`): bool, tokens that entropy selection would keep.
 
     Returns:
-        `torch.Tensor` of shape `(len(SUMS),)`, float32.
+        `torch.Tensor` of shape `(len(SUMS),)`, float64 (float32 on MPS, which has no other).
     """
+    dtype = torch.float32 if kept.device.type == "mps" else torch.float64  # float32 counts to 2^24 only
     kept_per_answer = kept.sum(dim=1)
     dropped = mask & ~kept & torch.isfinite(entropies)
     sums = {
@@ -50,16 +51,16 @@ def selection_sums(
         "kept": kept.sum(),
         "zero": (mask & (scores == 0)).sum(),
         "nonfinite": (mask & ~torch.isfinite(scores)).sum(),
-        "entropy_kept": entropies[kept].float().sum(),
-        "entropy_dropped": entropies[dropped].float().sum(),
+        "entropy_kept": entropies[kept].to(dtype).sum(),
+        "entropy_dropped": entropies[dropped].to(dtype).sum(),
         "dropped": dropped.sum(),
         "kept_positive": (kept & (advantages > 0)).sum(),
         "kept_by_entropy": (kept & kept_by_entropy).sum(),
         "answers": torch.tensor(kept.size(0), device=kept.device),
         "answers_with_kept": (kept_per_answer > 0).sum(),
-        "kept_squared": kept_per_answer.float().square().sum(),
+        "kept_squared": kept_per_answer.to(dtype).square().sum(),
     }
-    return torch.stack([sums[name].float() for name in SUMS])
+    return torch.stack([sums[name].to(dtype) for name in SUMS])
 
 
 def selection_metrics(sums: torch.Tensor) -> dict[str, float]:
