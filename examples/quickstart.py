@@ -22,6 +22,7 @@ defaults.
 
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -68,7 +69,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "max_completion_length": 16,
         "learning_rate": 2e-4,
         "lr_scheduler_type": "constant",
-        "max_steps": 20,
+        "max_steps": 16,
     },
 }
 SMOKE = {"max_steps": 2, "warmup_steps": 0, "per_device_train_batch_size": 16}
@@ -155,13 +156,18 @@ def evaluate(trainer: GMTSGRPOTrainer, start: Start) -> Evaluation:
 
 @torch.no_grad()
 def answer(trainer: GMTSGRPOTrainer, start: Start, problems: list[Problem], **generation: Any) -> list[str]:
-    prompts = [maybe_apply_chat_template({"prompt": p["prompt"]}, start.tokenizer)["prompt"] for p in problems]
-    inputs = start.tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt").to(
-        trainer.model.device
-    )
-    trainer.model.eval()
-    outputs = trainer.model.generate(**inputs, max_new_tokens=trainer.args.max_completion_length, **generation)
-    return start.tokenizer.batch_decode(outputs[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
+    tokenizer, model = start.tokenizer, trainer.model.eval()
+    prompts = [maybe_apply_chat_template({"prompt": p["prompt"]}, tokenizer)["prompt"] for p in problems]
+    answers = []
+    for batch in batched(prompts, trainer.args.per_device_train_batch_size):
+        inputs = tokenizer(batch, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)
+        outputs = model.generate(**inputs, max_new_tokens=trainer.args.max_completion_length, **generation)
+        answers += tokenizer.batch_decode(outputs[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
+    return answers
+
+
+def batched(items: list[str], size: int) -> Iterator[list[str]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def are_correct(start: Start, answers: list[str], problems: list[Problem]) -> list[bool]:
