@@ -310,7 +310,7 @@ def answer_problems(
             file.flush()
             os.fsync(file.fileno())
             answers += new
-            print(f"{path.stem}: {len(answers)} of {len(examples)} problems", flush=True)
+            print(f"{path.name}: {len(answers)} of {len(examples)} problems", flush=True)
     return answers
 
 
@@ -416,9 +416,9 @@ def report(args: EvaluateArguments, results: dict[str, Any]) -> str:
         if args.compare_to:
             cells += [f"{100 * result['difference']['value']:+.2f}", interval(result["difference"], sign="+")]
         lines.append(table_row(cells))
-    blank = [""] * (len(head) - 4)
-    mean = results["mean"]
-    lines.append(table_row(["**mean of the sets**", "", percent(mean["value"]), interval(mean), *blank]))
+    if len(results["sets"]) > 1:
+        mean, blank = results["mean"], [""] * (len(head) - 4)
+        lines.append(table_row(["**mean of the sets**", "", percent(mean["value"]), interval(mean), *blank]))
     lines += ["", "Intervals: Wilson, problems as the independent units (`evaluate_statistics.py`).", ""]
 
     lines += table_head(["the paper, mean of its sets", "base", "backbone", "+ ETS", "+ GMTS", "this run, same sets"])

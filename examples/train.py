@@ -93,7 +93,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         trainer.accelerator.print(f"Pushed to https://huggingface.co/{trainer.hub_model_id}.")
-    trainer.accelerator.end_training()  # trackers and the process group
+    # Trackers and the process group end last: gloo (CPUs) can hang at exit if a model outlives its process group.
+    accelerator = trainer.accelerator
+    del trainer
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[TrainArguments, GMTSGRPOConfig, ModelConfig]:
