@@ -163,6 +163,7 @@ def quantised(model_dir) -> dict:
             for name in names:
                 setattr(block, name, FourBitLinear.of(getattr(block, name)))
     model.is_loaded_in_4bit = True
+    torch.manual_seed(2)
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return {"model": model, "trainer_arguments": {"peft_config": lora()}}
 
