@@ -223,3 +223,16 @@ def test_positional_arguments_are_those_of_grpo(model_dir, run_dir):
     assert trainer.args is args
     trainer.train()
     assert "gmts/kept_tokens" in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("name", ["select_bottom", "normalize_selected", "skip_unselected"])
+def test_refuses_what_only_looks_like_a_boolean(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'false'"):
+        config(**{name: "false"})
+
+
+def test_a_field_set_after_the_config_was_built_is_checked_again(model_dir):
+    args = config()
+    args.token_selection = "GMTS"
+    with pytest.raises(ValueError, match="token_selection must be one of"):
+        GMTSGRPOTrainer(model=model_dir, reward_funcs=spread_reward, args=args, train_dataset=dataset())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 import harness
@@ -387,3 +388,27 @@ def test_a_long_run_of_degenerate_steps_keeps_going(run):
     found = run(GMTSGRPOTrainer, reward=reward, rows=8, max_steps=4)
     assert_finite(found)
     assert [bool(step.gradient.any()) for step in found.steps] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("micro_steps_before", [1, 2, 3])
+def test_an_interrupted_optimizer_step_is_begun_anew(model_dir, run_dir, micro_steps_before):
+    """Ctrl-C between micro-batches, then `train()` again: whole steps of fresh answers, as after a whole run."""
+
+    class Interrupt(TrainerCallback):
+        seen = 0
+
+        def on_substep_end(self, *args, **kwargs):
+            self.seen += 1
+            if self.seen == micro_steps_before:
+                raise KeyboardInterrupt
+
+    found = harness.run(model=harness.load_policy(model_dir), output_dir=run_dir, rows=4, max_steps=2, train=False)
+    found.trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        found.trainer.train()
+    found.trainer.model.zero_grad()
+    found.trainer.pending = []
+    found.trainer.train()
+    assert len(found.steps) == 2
+    assert [len(step.micro_batches) for step in found.steps] == [4, 4]
+    assert all(step.gradient.norm() > 0 for step in found.steps)

@@ -9,7 +9,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl import GRPOTrainer
 
-from harness import FixedRollouts, config_arguments, dataset, load_policy, spread_reward, tokenizer
+from harness import (
+    FixedRollouts,
+    config_arguments,
+    dataset,
+    flat_parameters,
+    load_policy,
+    relative_error,
+    run,
+    spread_reward,
+    tokenizer,
+)
 from trl_gmts import GMTSGRPOConfig, GMTSGRPOTrainer
 from trl_gmts.seams import SUPPORTED_TRL
 
@@ -204,3 +214,25 @@ def test_none_asks_nothing_of_the_seams(model_dir, run_dir, monkeypatch):
     )
     trainer = train(model_dir, run_dir, token_selection="none")
     assert calls and not any(name.startswith("gmts/") for entry in trainer.state.log_history for name in entry)
+
+
+def test_a_term_that_a_subclass_adds_to_the_loss_is_never_lost(model_dir, run_dir):
+    """Its gradient bypasses the log-probs: refused inside TRL's loss, trained on where it is added around ours."""
+
+    def penalty(model):
+        return 10 * sum(weight.square().sum() for weight in model.parameters())
+
+    class Inside(GMTSGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) + penalty(model)
+
+    class Around(GMTSGRPOTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return super().compute_loss(model, inputs, *args, **kwargs) + penalty(model)
+
+    with pytest.raises(RuntimeError, match="add it in compute_loss instead"):
+        run(Inside, model=load_policy(model_dir), output_dir=run_dir)
+    plain = run(GMTSGRPOTrainer, model=load_policy(model_dir), output_dir=run_dir)
+    penalized = run(Around, model=load_policy(model_dir), output_dir=run_dir)
+    expected = plain.gradient + 20 * flat_parameters(load_policy(model_dir))
+    assert relative_error(penalized.gradient, expected) < 1e-6

@@ -3,7 +3,7 @@
 Left to others: everything about tensors (`scores.py`, `selection.py`) and about TRL's internals (`trainer.py`).
 """
 
-import math
+import numbers
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Literal, get_args
@@ -40,16 +40,19 @@ class GMTSGRPOConfig(GRPOConfig):
             What `selection_ratio` is a fraction of. `"all"`: all trainable completion tokens. `"scored"`: those with a
             nonzero score, as in the authors' verl code.
         select_bottom (`bool`, *optional*, defaults to `False`):
-            Keep the tokens with the lowest scores instead of the highest: the paper's ablation.
+            Keep the tokens with the lowest scores instead of the highest: the paper's ablation. The lowest score is
+            zero: with many groups without advantage, all tokens kept may be without gradient. `selection_base="scored"`
+            leaves zeros out.
         normalize_selected (`bool`, *optional*, defaults to `True`):
             Average the loss over the kept tokens (the paper's Eq. 2). `False` keeps TRL's denominators, so that a
             smaller ratio also means a smaller gradient, as in the authors' code.
 
         skip_unselected (`bool`, *optional*, defaults to `True`):
             Leave what is not trained on out of the forward and backward passes as well: answers without a kept token,
-            what follows an answer's last kept token, and padding. The gradient is the same, the step is cheaper.
-            Batches with images or an MoE load-balancing loss, batches beyond the original context length of a model
-            with dynamic or LongRoPE scaling, and `selection_ratio=1`, run whole all the same.
+            what follows an answer's last kept token, and padding. The gradient is the same (with dropout, another draw
+            of it), the step is cheaper. Run whole all the same: models without rotary positions, prompt tuning, batches
+            with images or an MoE load-balancing loss, batches beyond the original context length of a model with
+            dynamic or LongRoPE scaling, and `selection_ratio=1`.
 
     Raises:
         ValueError: if a value is outside its range, or if a combination would make the selection wrong. The message
@@ -105,18 +108,22 @@ class GMTSGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_selection()
+
+    def check_selection(self) -> None:
+        """Raise `ValueError` if the selection's fields are out of range or cannot be combined with others."""
         _check_choice("token_selection", self.token_selection, TokenSelectionName)
         _check_choice("selection_scope", self.selection_scope, SelectionScope)
         _check_choice("selection_base", self.selection_base, SelectionBase)
-        if (
-            isinstance(self.selection_ratio, bool)
-            or not isinstance(self.selection_ratio, int | float)
-            or not (math.isfinite(self.selection_ratio) and 0 < self.selection_ratio <= 1)
-        ):
+        ratio: object = self.selection_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 < float(ratio) <= 1:
             raise ValueError(
                 f"selection_ratio must be a number in (0, 1], got {self.selection_ratio!r}. The paper uses 0.2; to "
                 "train on all tokens set token_selection='none'."
             )
+        for name in ("select_bottom", "normalize_selected", "skip_unselected"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.token_selection == "none":
             if self.select_bottom:
                 raise ValueError(

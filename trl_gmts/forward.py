@@ -50,20 +50,15 @@ class ForwardCall:
             for name, value in self.kwargs.items()
         )
 
-    def packed(self, pack: Pack, needed: torch.Tensor, *, with_positions: bool) -> "ForwardCall":
-        """
-        The call for a pack of the rows, with log-probs of the tokens in `needed` (bool (B, T)) only.
-
-        `with_positions` tells the model the columns that the tokens had. It has to, where rows were shifted; it must
-        not, where a model may have its own way of counting, as from the attention mask.
-        """
+    def packed(self, pack: Pack, needed: torch.Tensor) -> "ForwardCall":
+        """The call for a pack of the rows, with log-probs of the tokens in `needed` (bool (B, T)) only."""
         prompt = needed.new_zeros(len(needed), pack.prompt_width)
         return ForwardCall(
             input_ids=pack.gather(self.input_ids, padding=0),
             attention_mask=pack.gather(self.attention_mask, padding=0),
             logits_to_keep=pack.completion_width,
             kwargs={name: value for name, value in self.kwargs.items() if name != "batch_size"},
-            position_ids=pack.columns.clamp(min=0) if with_positions else None,
+            position_ids=pack.columns.clamp(min=0),
             wanted=pack.gather(torch.cat([prompt, needed], dim=1), padding=0),
         )
 
@@ -90,21 +85,18 @@ def concatenated_call(calls: Sequence[ForwardCall]) -> ForwardCall:
     )
 
 
-def has_rotary_positions(config: Any) -> bool:
+def takes_packs(model: Any) -> bool:
     """
-    Whether a token's position enters a model through rotary embeddings alone, counted from the first column.
+    Whether rows may be shifted and their padding left out, with the columns that the tokens had as position ids.
 
-    Only then may padding on the left be left out with the columns given as position ids. Composite (vision-language)
-    models may count positions in a way of their own.
+    They may where positions enter through rotary embeddings alone, counted from the first column. Composite
+    (vision-language) models may count in a way of their own; other models count from the padding, or do without positions;
+    and PEFT's prompt tuning, which puts tokens of its own in front, ignores position ids.
     """
-    return config.get_text_config() is config and any(
-        getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta")
-    )
-
-
-def learns_prompt(model: Any) -> bool:
-    """Whether an adapter puts tokens of its own in front (prompt tuning); PEFT then ignores position ids."""
-    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
+    text_config = model.config.get_text_config()
+    rotary = any(getattr(text_config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    learns_prompt = any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
+    return rotary and text_config is model.config and not learns_prompt
 
 
 def longest_with_fixed_positions(config: Any) -> float:

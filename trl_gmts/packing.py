@@ -48,9 +48,7 @@ class Pack:
         return self.columns[:, -self.completion_width :] - self.prompt_width
 
 
-def make_packs(
-    attention_mask: torch.Tensor, needed: torch.Tensor, num_packs: int, max_rows: int, *, trim_left: bool
-) -> list[Pack]:
+def make_packs(attention_mask: torch.Tensor, needed: torch.Tensor, num_packs: int, max_rows: int) -> list[Pack]:
     """
     Deal the rows with a needed token over exactly `num_packs` packs, sorted by length so that little is padded.
 
@@ -64,8 +62,6 @@ def make_packs(
         needed (`torch.Tensor` of shape `(R, T)`): bool, completion tokens whose log-probs are needed.
         num_packs (`int`): at least R / max_rows.
         max_rows (`int`): rows that a pack may hold.
-        trim_left (`bool`): start each row at its first real token and let rows be shifted against each other. False
-            keeps every token in the column it had, for models whose positions are absolute.
 
     Returns:
         `list[Pack]` of length `num_packs`.
@@ -73,8 +69,6 @@ def make_packs(
     num_rows, total_width = attention_mask.shape
     prompt_width = total_width - needed.size(1)
     starts = attention_mask[:, :prompt_width].int().argmax(dim=1)  # first real token of the prompt
-    if not trim_left:
-        starts = torch.zeros_like(starts)
     ends = prompt_width + _last_true(needed) + 1
     lengths = ends - starts
 
@@ -93,8 +87,6 @@ def make_packs(
             row_ends = torch.full_like(rows, prompt_width + 1)
         else:
             row_ends = ends[rows]
-        if not trim_left:
-            row_ends = row_ends.max().expand_as(row_ends)
         width = int((row_ends - starts[rows]).max())
         columns = row_ends[:, None] - width + torch.arange(width, device=rows.device)
         columns = columns.masked_fill(columns < starts[rows][:, None], -1)

@@ -28,7 +28,7 @@ class TRLSeamError(RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what} The installed TRL is {version('trl')}; trl-gmts supports trl{SUPPORTED_TRL}. Install a supported "
-            "version, or upgrade trl-gmts. To train without selection meanwhile, use token_selection='none'."
+            "version, or upgrade trl-gmts. To train without selection meanwhile, use TRL's own GRPOTrainer."
         )
 
 

@@ -126,7 +126,7 @@ def ceil_fraction(ratio: float, counts: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor`: int64, same shape.
     """
-    fraction = Fraction(ratio).limit_denominator(10**9)
+    fraction = Fraction(float(ratio)).limit_denominator(10**9)
     exact = (counts * fraction.numerator + fraction.denominator - 1) // fraction.denominator
     return torch.maximum(exact, (counts > 0).to(exact.dtype))
 

@@ -38,9 +38,8 @@ from .config import GMTSGRPOConfig
 from .forward import (
     ForwardCall,
     concatenated_call,
-    has_rotary_positions,
-    learns_prompt,
     longest_with_fixed_positions,
+    takes_packs,
 )
 from .metrics import selection_metrics, selection_sums
 from .packing import make_packs, whole_rows
@@ -210,18 +209,28 @@ class GMTSGRPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}, which has no token selection in it. Pass a GMTSGRPOConfig: it takes "
                 "the same arguments as GRPOConfig and adds the selection's."
             )
+        args.check_selection()  # again: a field may have been set since
         # Stands in for the model's forward inside TRL's loss while a step is planned; None otherwise.
         self._instead_of_forward: Callable[[ForwardCall], Forward] | None = None
         # What the policy's forwards returned during a generation; None outside of one.
         self._generation_forwards: list[Forward] | None = None
         # What remains to be run of the current optimizer step, by TRL's count of micro-batches.
         self._plan: dict[int, PlannedBatch] = {}
+        self._buffered_inputs: Any  # TRL's: the micro-batches of the generation batch
         self.last_selection: TokenSelection | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         check_attributes(self)
-        # Rows may be shifted against each other where each token can be told its position.
-        self._has_rotary_positions = has_rotary_positions(self.model.config) and not learns_prompt(self.model)
+        self._takes_packs = takes_packs(self.model)
         self._longest_skipped = longest_with_fixed_positions(self.model.config)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `GRPOTrainer`. A run that was interrupted within an optimizer step starts a new one, with new answers."""
+        self._plan = {}
+        begun = self._step % self.args.gradient_accumulation_steps
+        if begun and self.args.token_selection != "none":
+            self._step -= begun
+            self._buffered_inputs = None
+        return super().train(*args, **kwargs)
 
     def compute_loss(
         self,
@@ -264,7 +273,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
         """Whether what is not needed of these calls is left out of the forward, and not only of the gradient."""
         wanted = self.args.skip_unselected and self.args.selection_ratio < 1
         fixed = all(call.is_plain() and call.input_ids.size(1) <= self._longest_skipped for call in calls)
-        return self._selects() and wanted and fixed
+        return self._selects() and wanted and fixed and self._takes_packs
 
     # The optimizer step
 
@@ -376,7 +385,15 @@ class GMTSGRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, batch)
         if not loss.requires_grad:
             raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
-        logp_grads, entropy_grads, *aux_grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        grads = torch.autograd.grad(loss, [*inputs, *weights], allow_unused=True)
+        logp_grads, entropy_grads, *aux_grads = grads[: len(inputs)]
+        if any(grad is not None for grad in grads[len(inputs) :]):
+            raise RuntimeError(
+                "The loss depends on the weights otherwise than through the log-probs and entropies of the answers, and "
+                "that part of its gradient would be lost. If a subclass adds a term to _compute_loss, add it in "
+                "compute_loss instead, to what super().compute_loss() returns."
+            )
         if logp_grads is None:
             raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
         return (
@@ -396,9 +413,11 @@ class GMTSGRPOTrainer(GRPOTrainer):
             scores = gmts_scores(scored.entropies, coefficients)
         elif self.args.token_selection == "entropy":
             scores = entropy_scores(scored.entropies)
-        else:
+        elif self.args.token_selection == "random":
             width = scored.mask.size(1)
             scores = random_scores(answer_ids, width, self.args.seed, self.state.global_step)
+        else:
+            raise ValueError(f"token_selection became {self.args.token_selection!r} after the trainer was built.")
         usable = torch.isfinite(scored.logp_grads) & torch.isfinite(scored.entropies)
         scores = scores.masked_fill(~usable, float("nan"))
 
@@ -459,8 +478,8 @@ class GMTSGRPOTrainer(GRPOTrainer):
         sizes = [len(call.input_ids) for call in calls]
         if self._skips(*calls):
             call = concatenated_call(calls)
-            packs = make_packs(call.attention_mask, kept, len(calls), max(sizes), trim_left=self._has_rotary_positions)
-            calls = [call.packed(pack, kept, with_positions=self._has_rotary_positions) for pack in packs]
+            packs = make_packs(call.attention_mask, kept, len(calls), max(sizes))
+            calls = [call.packed(pack, kept) for pack in packs]
         else:
             prompt_width = calls[0].input_ids.size(1) - kept.size(1)
             packs = whole_rows(sizes, prompt_width, kept.size(1), kept.device)
@@ -515,10 +534,10 @@ class GMTSGRPOTrainer(GRPOTrainer):
     def _packed_forward(self, model: torch.nn.Module, call: ForwardCall, num_packs: int, max_rows: int) -> Forward:
         """TRL's forward for a plain call, without the padding: zero where there is some."""
         completion = call.attention_mask[:, -call.logits_to_keep :].bool()
-        packs = make_packs(call.attention_mask, completion, num_packs, max_rows, trim_left=self._has_rotary_positions)
+        packs = make_packs(call.attention_mask, completion, num_packs, max_rows)
         logps, entropies = (torch.zeros(completion.shape, device=completion.device) for _ in range(2))
         for pack in packs:
-            packed = call.packed(pack, completion, with_positions=self._has_rotary_positions)
+            packed = call.packed(pack, completion)
             packed_logps, packed_entropies, _ = self._forward(model, packed)
             logps = pack.scatter_completion(packed_logps, logps)
             entropies = pack.scatter_completion(packed_entropies, entropies)
@@ -530,7 +549,7 @@ class GMTSGRPOTrainer(GRPOTrainer):
         if self._generation_forwards is not None and model is self.model:
             call = ForwardCall.of(args, {**kwargs, "compute_entropy": True})
             if self._skips(call):
-                rows = call.kwargs["batch_size"]
+                rows = call.kwargs.get("batch_size") or len(call.input_ids)
                 forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
                 self._generation_forwards.append(forward)
                 return forward
