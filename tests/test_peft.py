@@ -191,12 +191,12 @@ def test_qlora_shaped(run, model_dir):
     scale = selection.mask.sum() / selection.kept.sum()
     grads = [logps.grad for logps, _, _ in plain.trainer.heard]
     weights = [torch.where(k, g * scale, 0.0) for k, g in zip(kept, grads, strict=True)]
-    model = plain.trainer.model
+    model = plain.trainer.accelerator.unwrap_model(plain.trainer.model, keep_fp32_wrapper=False)  # no autocast
     model.load_state_dict(plain.steps[0].weights)
     model.float()
     of_all = relative_error(plain.gradient, weighted_gradient(model, plain.steps[0], grads))
     of_kept = relative_error(ours.gradient, weighted_gradient(model, plain.steps[0], weights))
-    assert of_kept < 2 * of_all < 0.2, "further from float32 than a plain trainer is"
+    assert of_kept < 2 * of_all < 0.2, f"{of_kept:.4f} and {of_all:.4f}: further from float32 than a plain trainer is"
     assert relative_error(ours.gradient, plain.gradient) > 0.4
     before, after = ours.steps[0].weights, ours.trainer.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
