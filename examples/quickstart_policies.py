@@ -166,7 +166,7 @@ def imitate(
 ) -> None:
     """Supervised training on the careless demonstrator's answers: the policy's only source of skill and of bad habits."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=steps)
+    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=50, num_training_steps=steps)
     model.train()
     bar = tqdm(range(steps), desc="Imitation", dynamic_ncols=True)
     for _ in bar:
