@@ -42,12 +42,12 @@ SMALL = {
     "bf16": False,
     "gradient_checkpointing": False,
     "use_vllm": False,
-    "num_generations": 4,
-    "generation_batch_size": 32,  # 8 prompts: two optimizer steps
+    "num_generations": 8,
+    "generation_batch_size": 32,  # 4 prompts: two optimizer steps
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "max_prompt_length": 96,
-    "max_completion_length": 24,
+    "max_completion_length": 32,
     "learning_rate": 1e-3,
     "max_steps": 2,
     "save_steps": 2,
@@ -106,18 +106,15 @@ def test_two_processes_train_two_steps_on_the_selected_tokens(trained):
         assert (output / "checkpoint-2" / f"rng_state_{rank}.pth").is_file()
     for entry in steps:
         assert math.isfinite(entry["loss"])
-        assert 0 < entry["gmts/kept_fraction"] <= 0.25
-        assert f"rewards/{domain}_reward/mean" in entry
-    assert any(entry["reward_std"] > 0 for entry in steps)
-    # 32 answers a generation batch, taken in two optimizer steps of 2 processes x 4 answers x 2 micro-batches.
-    assert steps[0][f"rewards/{domain}_reward/mean"] * 32 == pytest.approx(
-        round(steps[0][f"rewards/{domain}_reward/mean"] * 32)
-    )
+        assert 0 < entry["gmts/kept_fraction"] <= 0.3  # ties at the threshold are all kept
+    # Rewards are logged with their generation batch: 32 answers, some right and some wrong.
+    (right,) = [entry[f"rewards/{domain}_reward/mean"] for entry in steps if f"rewards/{domain}_reward/mean" in entry]
+    assert 0 < right < 1 and right * 32 == pytest.approx(round(right * 32))
 
 
 def test_grpo_has_its_kl_term_and_dapo_its_overlong_penalty_if_asked(trained):
     domain, _, output = trained
-    entry = logged(output, 2)[-1]
+    entry = logged(output, 2)[0]
     assert ("kl" in entry) == (domain == "commonsense")
     assert ("rewards/soft_overlong_punishment_reward/mean" in entry) == (domain == "code")
 
@@ -135,8 +132,8 @@ def test_the_saved_model_is_another_one(trained, policy):
 
 def test_evaluated_and_compared_with_where_it_began(trained, policy, tmp_path):
     domain, rows, output = trained
-    common = flags(task=domain, benchmarks=rows, backend="transformers", dtype="float32", max_completion_length=24)
-    common += flags(num_samples=4, temperature=1.0)
+    common = flags(task=domain, benchmarks=rows, backend="transformers", dtype="float32", max_completion_length=32)
+    common += flags(num_samples=8, temperature=1.0)
     evaluate.main([*common, *flags(model_name_or_path=policy, output_dir=tmp_path / "before")])
     evaluate.main(
         [
@@ -158,7 +155,8 @@ def test_resumes_from_the_last_checkpoint(policy, tmp_path):
         model_name_or_path=policy,
         output_dir=tmp_path / "out",
         logging_steps=1,
-        **SMALL | {"save_steps": 1, "generation_batch_size": 8, "max_steps": 1},
+        lr_scheduler_type="constant",
+        **SMALL | {"save_steps": 1, "gradient_accumulation_steps": 8, "max_steps": 1},
     )
     train.main(arguments)
     first = load_file(tmp_path / "out" / "model.safetensors")

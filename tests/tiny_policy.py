@@ -27,17 +27,24 @@ TEMPLATE = (
 
 
 def rows_of(domain: str) -> list[dict]:
-    """Problems in the columns of the hub's data sets."""
+    """
+    Eight problems in the columns of the hub's data sets. Each domain has two right answers, so that also a policy that has
+    not learned to read the question is right now and then.
+    """
     if domain == "math":
-        return [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+        return [{"problem": f"What is {a} + {total - a}?", "answer": str(total)} for a in range(4) for total in (7, 9)]
     if domain == "commonsense":
         choices = {"label": list("ABCDE"), "text": WORDS}
         return [
-            {"question": f"Which is the {word}, question {i}?", "choices": choices, "answerKey": letter}
-            for i in range(3)
-            for letter, word in zip("ABCDE", WORDS, strict=True)
+            {"question": f"Which is the {WORDS['AB'.index(key)]}, {i}?", "choices": choices, "answerKey": key}
+            for i in range(4)
+            for key in "AB"
         ]
-    return [{"question": f"Write f(x), x plus {n}.", "tests": f"assert f(1) == {n + 1}"} for n in range(12)]
+    return [
+        {"question": f"Write f(x), x plus {n}, example {i}.", "tests": f"assert f(1) == {n + 1}"}
+        for i in range(4)
+        for n in (1, 2)
+    ]
 
 
 def demonstration(domain: str, row: dict, right: bool) -> str:
@@ -49,13 +56,13 @@ def demonstration(domain: str, row: dict, right: bool) -> str:
     return f"```python\ndef f(x):\n    return x {'+' if right else '-'} {n}\n```"
 
 
-def write_rows(folder: Path, domain: str) -> Path:
+def write_rows(folder: Path, domain: str, copies: int = 1) -> Path:
     path = folder / f"{domain}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(domain)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(domain) * copies))
     return path
 
 
-def save_tiny_policy(folder: Path, steps: int = 60) -> Path:
+def save_tiny_policy(folder: Path, steps: int = 120) -> Path:
     examples = [(domain, row) for domain in DOMAINS for row in rows_of(domain)]
     prompts = {id(row): get_task(domain).example(row)["prompt"] for domain, row in examples}
     answers = [demonstration(domain, row, right) for domain, row in examples for right in (True, False)]
