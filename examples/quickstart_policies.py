@@ -198,7 +198,7 @@ def smollm2_start(seed: int, smoke: bool = False) -> Start:
     model = smollm2_model(folder, tokenizer)
     train, held_out = product_problems()
     held_out = held_out[:4] if smoke else held_out
-    return Start(model, tokenizer, train, held_out, score_product, samples_per_problem=4, lora=True)
+    return Start(model, tokenizer, train, held_out, score_product, samples_per_problem=2, lora=True)
 
 
 def score_product(text: str, result: str) -> float:
