@@ -50,10 +50,11 @@ core-tests: $(VENV)/dev.stamp
 test-distributed: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest tests/distributed
 
-# Without what does not depend on TRL's version, and without the launches of several processes.
+# The core tests: without the tasks, the recipes and the scripts around them, and without launches of several processes.
 test-oldest: $(OLDEST)/dev.stamp
 	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel" --ignore=tests/distributed --ignore=tests/test_sandbox.py \
-		--ignore-glob="tests/test_tasks_*.py"
+		--ignore-glob="tests/test_tasks_*.py" --ignore=tests/test_recipes.py \
+		--ignore=tests/test_train_script.py --ignore=tests/test_evaluate.py
 
 format: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check --fix .
