@@ -165,7 +165,7 @@ def test_nothing_outlives_the_deadline(isolation, escape):
         seen: set[int] = set()
         while not run.done():
             seen |= children_of(os.getpid())
-            time.sleep(0.1)
+            time.sleep(0.002)
     # Whether it scores is not asked: an attempt that is refused, and that the answer takes no notice of, did no harm.
     assert seen and all_gone(seen)
 

@@ -218,7 +218,7 @@ class Sandbox:
 def bubblewrap(disk_bytes: int, packages: bool) -> list[str]:
     """
     The command that runs another with namespaces of its own: nothing of the file system but Python and system libraries,
-    read-only; an empty /tmp of limited size; no network, no other process, no /proc.
+    read-only; a /tmp of limited size, and in it an empty folder to start in; no network, no other process, no /proc.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -229,6 +229,7 @@ def bubblewrap(disk_bytes: int, packages: bool) -> list[str]:
         )
     command = [program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
     command += ["--new-session", "--die-with-parent", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    command += ["--size", str(disk_bytes), "--tmpfs", "/tmp"]  # first, as this Python may itself lie below /tmp
     for folder in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(folder):
             command += ["--symlink", os.readlink(folder), folder]
@@ -240,8 +241,8 @@ def bubblewrap(disk_bytes: int, packages: bool) -> list[str]:
         command += ["--ro-bind-try", path, path]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
-    command += ["--ro-bind", str(INSIDE), "/inside", "--size", str(disk_bytes), "--tmpfs", "/tmp", "--remount-ro", "/"]
-    return [*command, "--chdir", "/tmp", "--"]
+    command += ["--ro-bind", str(INSIDE), "/inside", "--remount-ro", "/"]
+    return [*command, "--dir", "/tmp/empty", "--chdir", "/tmp/empty", "--"]
 
 
 def python_folders(packages: bool) -> list[str]:
