@@ -160,7 +160,9 @@ def answer(trainer: GMTSGRPOTrainer, start: Start, problems: list[Problem], **ge
     prompts = [maybe_apply_chat_template({"prompt": p["prompt"]}, tokenizer)["prompt"] for p in problems]
     answers = []
     for batch in batched(prompts, trainer.args.per_device_train_batch_size):
-        inputs = tokenizer(batch, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)
+        inputs = tokenizer(
+            batch, padding=True, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False
+        ).to(model.device)
         outputs = model.generate(**inputs, max_new_tokens=trainer.args.max_completion_length, **generation)
         answers += tokenizer.batch_decode(outputs[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
     return answers
