@@ -20,7 +20,7 @@ SelectionBase = Literal["all", "scored"]
 @dataclass
 class GMTSGRPOConfig(GRPOConfig):
     r"""
-    Configuration of [`GMTSGRPOTrainer`]: TRL's `GRPOConfig` and the seven fields below.
+    Configuration of [`GMTSGRPOTrainer`]: TRL's `GRPOConfig` and the nine fields below.
 
     Every field of `GRPOConfig` keeps its meaning and its default, and all of them work with `TrlParser`, in YAML and
     on the command line.
@@ -53,6 +53,13 @@ class GMTSGRPOConfig(GRPOConfig):
             of it), the step is cheaper. Run whole all the same: models without rotary positions, prompt tuning, batches
             with images or an MoE load-balancing loss, batches beyond the original context length of a model with
             dynamic or LongRoPE scaling, and `selection_ratio=1`.
+
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Before the update, replace prompts whose answers all score alike by fresh ones (DAPO, arXiv 2503.14476):
+            random prompts of the training set, with new answers. Works with any `token_selection`, `"none"` included.
+        max_resample_rounds (`int`, *optional*, defaults to `10`):
+            How often fresh prompts are drawn for a generation batch with `dynamic_sampling`. What is still without a
+            signal then is kept, with a warning, and adds no gradient.
 
     Raises:
         ValueError: if a value is outside its range, or if a combination would make the selection wrong. The message
@@ -106,6 +113,18 @@ class GMTSGRPOConfig(GRPOConfig):
         },
     )
 
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Replace prompts whose answers all score alike by fresh ones before the update (DAPO's dynamic "
+            "sampling)."
+        },
+    )
+    max_resample_rounds: int = field(
+        default=10,
+        metadata={"help": "How often fresh prompts are drawn for a generation batch with dynamic_sampling."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_selection()
@@ -121,9 +140,15 @@ class GMTSGRPOConfig(GRPOConfig):
                 f"selection_ratio must be a number in (0, 1], got {self.selection_ratio!r}. The paper uses 0.2; to "
                 "train on all tokens set token_selection='none'."
             )
-        for name in ("select_bottom", "normalize_selected", "skip_unselected"):
+        for name in ("select_bottom", "normalize_selected", "skip_unselected", "dynamic_sampling"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        rounds: object = self.max_resample_rounds
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+            raise ValueError(
+                f"max_resample_rounds must be a whole number of at least 1, got {rounds!r}. To draw no fresh prompts set "
+                "dynamic_sampling=False."
+            )
         if self.token_selection == "none":
             if self.select_bottom:
                 raise ValueError(

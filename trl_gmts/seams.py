@@ -18,8 +18,10 @@ _METHODS = {
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "_get_per_token_logps_and_entropies": ("model",),
     "_generate_and_score_completions": ("inputs",),
+    "_generate": ("prompts",),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
 }
-_ATTRIBUTES = ("_buffered_inputs", "_step", "_metrics", "num_generations")
+_ATTRIBUTES = ("_buffered_inputs", "_step", "_metrics", "num_generations", "_pending_extra_logs")
 
 
 class TRLSeamError(RuntimeError):

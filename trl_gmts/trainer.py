@@ -17,8 +17,8 @@ gradient is the sum over tokens of coefficient x gradient of the log-prob, and l
 out. A token that is trained on sees the tokens before it, and has the position, that it has in `GRPOTrainer`; the
 buffered batch stays as TRL made it.
 
-Left to others: the formula of the loss, generation, rewards, logging and processes (TRL); what is read of a batch
-(`batch.py`); what ranks tokens (`scores.py`); exact thresholds (`selection.py`); which rows and columns are run
+Left to others: the formula of the loss, generation, rewards, logging and processes (TRL); which prompts are trained on
+(`dynamic_sampling.py`); what is read of a batch (`batch.py`); what ranks tokens (`scores.py`); exact thresholds (`selection.py`); which rows and columns are run
 (`packing.py`, `forward.py`); what is logged (`metrics.py`); what TRL must offer (`seams.py`).
 """
 
@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from .batch import Batch, concatenated, neutralized, trainable_tokens, unusable_tokens
 from .config import GMTSGRPOConfig
+from .dynamic_sampling import DynamicSamplingGRPOTrainer
 from .forward import (
     ForwardCall,
     concatenated_call,
@@ -116,7 +116,7 @@ class TokenSelection:
     """float (R, 1) or (R, T)."""
 
 
-class GMTSGRPOTrainer(GRPOTrainer):
+class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
     r"""
     TRL's `GRPOTrainer`, trained on the tokens with the largest gradients (GMTS, arXiv 2608.30632).
 

@@ -39,6 +39,9 @@ class Case:
     starved: str | None = None
     """What one process lacks in the first step, the other in the second, and both in the third; see `has_nothing`."""
 
+    flat: tuple[str, ...] = ()
+    """Prompts whose answers all score alike, in every round."""
+
     @property
     def scope(self) -> str:
         return self.config.get("selection_scope", "batch")
@@ -58,6 +61,9 @@ CASES = {
         SGD | CHECKPOINTING | {"loss_type": "grpo", "selection_scope": "group"}, rows=3
     ),
     "grpo, split groups, AdamW, whole rows": Case(ADAMW | WHOLE_ROWS | {"loss_type": "grpo"}, rows=3),
+    "dynamic sampling, split groups": Case(
+        SGD | {"dynamic_sampling": True, "shuffle_dataset": True}, rows=3, flat=(PROMPTS[0], PROMPTS[2])
+    ),
     "random tokens": Case(SGD | {"token_selection": "random"}),
     "starved of finished answers": Case(
         SGD | CHECKPOINTING | {"mask_truncated_completions": True}, starved="finished answers"
@@ -118,8 +124,9 @@ class Rewards:
 
     __name__ = "spread_reward"
 
-    def __init__(self, starved: str | None):
+    def __init__(self, starved: str | None, flat: tuple[str, ...]):
         self.starved = starved
+        self.flat = flat
         self.round = 0
 
     def __call__(self, prompts, completion_ids, **kwargs) -> list[float]:
@@ -130,7 +137,7 @@ class Rewards:
                 for prompt, reward in zip(prompts, rewards, strict=True)
             ]
         self.round += 1
-        return rewards
+        return [0.5 if prompt in self.flat else reward for prompt, reward in zip(prompts, rewards, strict=True)]
 
 
 RECORDED = ("completion_ids", "mask", "kept", "scores", "entropies")
@@ -163,7 +170,7 @@ def build(case: Case, model, output_dir: str, processes: int) -> tuple[GMTSGRPOT
     selections = Selections()
     trainer = GMTSGRPOTrainer(
         model=model,
-        reward_funcs=Rewards(case.starved),
+        reward_funcs=Rewards(case.starved, case.flat),
         args=args,
         train_dataset=dataset(),
         processing_class=tokenizer(),

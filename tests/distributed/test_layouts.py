@@ -11,7 +11,7 @@ import torch
 
 from distributed.cases import ATOL, CASES, FIRST_TOKEN, RATIO, RECORDED, STEPS
 from distributed.layouts import LAYOUTS
-from harness import NUM_GENERATIONS, PAD, load_policy
+from harness import NUM_GENERATIONS, PAD, PROMPTS, load_policy
 
 
 EVERY_PUSH = ("DDP", "FSDP2", "ZeRO-3")
@@ -99,11 +99,27 @@ def test_logged_metrics_are_those_of_one_process(shared, alone, layout, case):
         logs = outcome[case]["logs"]
         assert len(logs) == len(alone(case).logs) == STEPS
         for found, expected in zip(logs, alone(case).logs, strict=True):
-            found, expected = ({k: v for k, v in log.items() if k.startswith("gmts/")} for log in (found, expected))
+            found, expected = (
+                {k: v for k, v in log.items() if k.startswith(("gmts/", "dynamic_sampling/"))}
+                for log in (found, expected)
+            )
             assert found.keys() == expected.keys() and "gmts/kept_tokens" in found
             for name in ("gmts/kept_tokens", "gmts/nonfinite_scores"):
                 assert found[name] == expected[name]
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@layouts
+def test_fresh_prompts_replace_those_whose_answers_score_alike(shared, layout):
+    """On both processes, and by answers that the other process generated: groups are split differently in each round."""
+    case = CASES["dynamic sampling, split groups"]
+    outcomes = [outcome["dynamic sampling, split groups"] for outcome in shared(layout)]
+    flat = {PROMPTS.index(prompt) for prompt in case.flat}
+    for step in range(STEPS):
+        groups = [(answer[0] - FIRST_TOKEN) // NUM_GENERATIONS for answer in together(outcomes, step)]
+        assert len(groups) == 4 * case.rows and not flat & set(groups)
+    assert all(log["frac_reward_zero_std"] == 0 for log in outcomes[0]["logs"])
+    assert sum(log["dynamic_sampling/resample_rounds"] for log in outcomes[0]["logs"]) >= STEPS
 
 
 @layouts
