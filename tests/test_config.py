@@ -18,6 +18,8 @@ DEFAULTS = {
     "select_bottom": False,
     "normalize_selected": True,
     "skip_unselected": True,
+    "dynamic_sampling": False,
+    "max_resample_rounds": 10,
 }
 
 

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from trl import GRPOTrainer
 
 import harness
@@ -186,6 +188,16 @@ def test_a_stream_of_prompts_is_refused(run, monkeypatch):
     monkeypatch.setattr(harness, "dataset", lambda prompts: whole(prompts).to_iterable_dataset())
     with pytest.raises(ValueError, match="IterableDataset"):
         run(dynamic_sampling=True, train=False)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.2"), reason="TRL has no environments with it")
+def test_environments_are_refused(run, monkeypatch):
+    from test_inputs import Calculator, tool_tokenizer
+
+    tokenizer = tool_tokenizer()
+    monkeypatch.setattr(harness, "tokenizer", lambda: tokenizer)
+    with pytest.raises(ValueError, match="environment_factory"):
+        run(dynamic_sampling=True, sampled=True, train=False, trainer_arguments={"environment_factory": Calculator})
 
 
 def test_extra_columns_of_another_length_are_an_error(run):

@@ -204,7 +204,7 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.skipif(TRANSFORMERS < Version("5.2"), reason="TRL has no tools with this transformers")
-@pytest.mark.parametrize("source", ["tools", "environment_factory"])
+@pytest.mark.parametrize("source", ["tools", "tools, dynamic sampling", "environment_factory"])
 def test_what_a_tool_wrote_is_neither_counted_nor_kept(run, monkeypatch, source):
     tokenizer = tool_tokenizer()
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", ScriptedEngine)
@@ -219,7 +219,8 @@ def test_what_a_tool_wrote_is_neither_counted_nor_kept(run, monkeypatch, source)
         model=model,
         prompts=[[{"role": "user", "content": text}] for text in ("3+4?", "what is 3+4?")],
         sampled=True,
-        trainer_arguments={"tools": [add]} if source == "tools" else {"environment_factory": Calculator},
+        trainer_arguments={"environment_factory": Calculator} if source == "environment_factory" else {"tools": [add]},
+        dynamic_sampling="dynamic sampling" in source,
         use_vllm=True,
         vllm_mode="server",
         vllm_importance_sampling_correction=False,
