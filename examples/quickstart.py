@@ -56,9 +56,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 128,  # 16 problems, 8 answers each
         "num_generations": 8,
         "max_completion_length": 36,
-        "learning_rate": 2e-4,
+        "learning_rate": 4e-4,
         "warmup_steps": 10,
-        "max_steps": 150,
+        "max_steps": 120,
     },
     "smollm2": {
         **COMMON,

@@ -118,6 +118,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=128,
+        rope_theta=100.0,  # for 60 positions, not thousands: columns are told apart from the first steps on
         tie_word_embeddings=True,
         **special,
     )
@@ -165,7 +166,7 @@ def imitate(
     batch_size: int = 32,
 ) -> None:
     """Supervised training on the careless demonstrator's answers: the policy's only source of skill and of bad habits."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=50, num_training_steps=steps)
     model.train()
     bar = tqdm(range(steps), desc="Imitation", dynamic_ncols=True)

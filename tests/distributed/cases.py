@@ -42,6 +42,9 @@ class Case:
     flat: tuple[str, ...] = ()
     """Prompts whose answers all score alike, in every round."""
 
+    dtype: str = "float32"
+    """Of the weights."""
+
     @property
     def scope(self) -> str:
         return self.config.get("selection_scope", "batch")
@@ -52,6 +55,8 @@ WHOLE_ROWS = {"skip_unselected": False}
 CASES = {
     "dapo": Case(SGD | CHECKPOINTING),
     "dapo, whole rows": Case(SGD | WHOLE_ROWS),
+    "dapo, float64": Case(SGD, dtype="float64"),
+    "dapo, float64, whole rows": Case(SGD | WHOLE_ROWS, dtype="float64"),
     "dapo, two iterations": Case(SGD | CHECKPOINTING | {"num_iterations": 2}),
     "dapo, sequence scope, AdamW, whole rows": Case(
         ADAMW | CHECKPOINTING | WHOLE_ROWS | {"selection_scope": "sequence"}
@@ -165,7 +170,7 @@ def build(case: Case, model, output_dir: str, processes: int) -> tuple[GMTSGRPOT
         "save_only_model": True,
     }
     if isinstance(model, str):
-        arguments["model_init_kwargs"] = {"dtype": "float32"}
+        arguments["model_init_kwargs"] = {"dtype": case.dtype}
     args = GMTSGRPOConfig(output_dir=output_dir, **(arguments | case.config))
     selections = Selections()
     trainer = GMTSGRPOTrainer(

@@ -123,7 +123,7 @@ def _let_deepspeed_start_without_compiling() -> None:
     backend.build_shm_op = lambda: None
 
 
-def model_for(layout: Layout, folder: str):
+def model_for(layout: Layout, folder: str, dtype: str):
     """What the trainer is given: the path, or the model that transformers shards while loading."""
     if layout.kind != "native":
         return folder
@@ -131,7 +131,7 @@ def model_for(layout: Layout, folder: str):
     from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=2)
+        folder, dtype=getattr(torch, dtype), distributed_config=DistributedConfig(fsdp_size=2)
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from distributed.cases import ATOL, CASES, FIRST_TOKEN, RATIO, RECORDED, STEPS
 from distributed.layouts import LAYOUTS
-from harness import NUM_GENERATIONS, PAD, PROMPTS, load_policy
+from harness import NUM_GENERATIONS, PAD, PROMPTS, load_policy, relative_error
 
 
 EVERY_PUSH = ("DDP", "FSDP2", "ZeRO-3")
@@ -107,6 +107,24 @@ def test_logged_metrics_are_those_of_one_process(shared, alone, layout, case):
             for name in ("gmts/kept_tokens", "gmts/nonfinite_scores"):
                 assert found[name] == expected[name]
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@layouts
+def test_skipping_what_is_not_selected_changes_nothing(shared, model_dir, layout):
+    """In float64: three steps move the parameters alike, to 1e-6 of the way, and log the same numbers."""
+    start = dict(load_policy(model_dir).named_parameters())
+    for outcome in shared(layout):
+        skipping, whole = (outcome[case] for case in ("dapo, float64", "dapo, float64, whole rows"))
+        ways = [
+            torch.cat([(run["parameters"][name] - p.detach()).flatten() for name, p in start.items()])
+            for run in (skipping, whole)
+        ]
+        assert ways[0].dtype == torch.float64
+        assert relative_error(*ways) < 1e-6
+        for found, expected in zip(skipping["logs"], whole["logs"], strict=True):
+            for name in found.keys() & expected.keys():
+                if name.startswith("gmts/") or name in ("entropy", "grad_norm"):
+                    assert found[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
 
 
 @layouts

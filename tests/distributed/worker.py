@@ -14,7 +14,7 @@ from distributed.layouts import LAYOUTS, model_for, prepare_process, share, whol
 
 
 def train_shared(layout, case, model, output_dir):
-    trainer, selections = build(case, model_for(layout, model), output_dir, processes=2)
+    trainer, selections = build(case, model_for(layout, model, case.dtype), output_dir, processes=2)
     trainer.train()
     facts = share(layout, trainer)
     return Outcome(whole_parameters(layout, trainer), selections.steps, logs_of(trainer), facts), trainer.accelerator
