@@ -43,7 +43,7 @@ class Case:
     """Prompts whose answers all score alike, in every round."""
 
     dtype: str = "float32"
-    """Of the weights."""
+    """Of the weights; they are saved in float64, which TRL knows no other name for."""
 
     @property
     def scope(self) -> str:
@@ -55,8 +55,8 @@ WHOLE_ROWS = {"skip_unselected": False}
 CASES = {
     "dapo": Case(SGD | CHECKPOINTING),
     "dapo, whole rows": Case(SGD | WHOLE_ROWS),
-    "dapo, float64": Case(SGD, dtype="float64"),
-    "dapo, float64, whole rows": Case(SGD | WHOLE_ROWS, dtype="float64"),
+    "dapo, float64": Case(SGD, dtype="auto"),
+    "dapo, float64, whole rows": Case(SGD | WHOLE_ROWS, dtype="auto"),
     "dapo, two iterations": Case(SGD | CHECKPOINTING | {"num_iterations": 2}),
     "dapo, sequence scope, AdamW, whole rows": Case(
         ADAMW | CHECKPOINTING | WHOLE_ROWS | {"selection_scope": "sequence"}

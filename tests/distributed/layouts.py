@@ -130,9 +130,7 @@ def model_for(layout: Layout, folder: str, dtype: str):
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), distributed_config=DistributedConfig(fsdp_size=2)
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=DistributedConfig(fsdp_size=2))
 
 
 def whole_parameters(layout: Layout, trainer) -> dict[str, torch.Tensor]:

@@ -77,7 +77,15 @@ def test_parameters_after_three_steps_are_those_of_one_process(shared, alone, mo
         found = outcome[case]["parameters"]
         assert found.keys() == expected.keys()
         for name, parameter in found.items():
-            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                # DeepSpeed trains in float32 what was saved in float64.
+                parameter,
+                expected[name],
+                rtol=0,
+                atol=atol,
+                check_dtype="ZeRO" not in layout,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
 @layouts
@@ -111,7 +119,9 @@ def test_logged_metrics_are_those_of_one_process(shared, alone, layout, case):
 
 @layouts
 def test_skipping_what_is_not_selected_changes_nothing(shared, model_dir, layout):
-    """In float64: three steps move the parameters alike, to 1e-6 of the way, and log the same numbers."""
+    """Three steps move the parameters alike, to 1e-6 of the way in float64, and log the same numbers."""
+    float64 = "ZeRO" not in layout  # DeepSpeed makes float32 of it, and rounds as float32 does
+    limit = 1e-6 if float64 else 1e-5
     start = dict(load_policy(model_dir).named_parameters())
     for outcome in shared(layout):
         skipping, whole = (outcome[case] for case in ("dapo, float64", "dapo, float64, whole rows"))
@@ -119,12 +129,12 @@ def test_skipping_what_is_not_selected_changes_nothing(shared, model_dir, layout
             torch.cat([(run["parameters"][name] - p.detach()).flatten() for name, p in start.items()])
             for run in (skipping, whole)
         ]
-        assert ways[0].dtype == torch.float64
-        assert relative_error(*ways) < 1e-6
+        assert (skipping["parameters"]["model.norm.weight"].dtype == torch.float64) == float64
+        assert relative_error(*ways) < limit
         for found, expected in zip(skipping["logs"], whole["logs"], strict=True):
             for name in found.keys() & expected.keys():
                 if name.startswith("gmts/") or name in ("entropy", "grad_norm"):
-                    assert found[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+                    assert found[name] == pytest.approx(expected[name], rel=limit, abs=1e-9), name
 
 
 @layouts
