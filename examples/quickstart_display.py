@@ -65,13 +65,15 @@ def _one_line(text: str, limit: int = 40) -> str:
 
 
 def show_kept_tokens(selection: TokenSelection, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The answer of the last optimizer step whose kept tokens weigh the most, those marked."""
-    row = int(selection.scores.where(selection.kept, 0).sum(dim=1).argmax())
+    """Of the answers of the last optimizer step that were kept in part, the one that weighs the most, those marked."""
+    weights = selection.scores.where(selection.kept, 0).sum(dim=1)
+    in_part = (selection.kept.any(dim=1) & (selection.mask & ~selection.kept).any(dim=1)).float()
+    row = int((weights * in_part).argmax())
     mask, kept = selection.mask[row], selection.kept[row]
     tokens = [tokenizer.decode([i]) for i in selection.completion_ids[row][mask].tolist()]
     console.print(
         f"Tokens kept in the last step: {int(selection.kept.sum())} of {int(selection.mask.sum())}, in "
-        f"{int(selection.kept.any(dim=1).sum())} of {len(selection.kept)} answers. The answer that weighed the most "
+        f"{int(selection.kept.any(dim=1).sum())} of {len(selection.kept)} answers. One that was kept in part "
         f"(advantage {selection.advantages[row].flatten()[0].item():+.2f}), kept tokens marked:"
     )
     console.print(Text("  ") + mark_tokens(tokens, kept[mask].tolist(), brackets=not console.is_terminal))

@@ -140,19 +140,19 @@ def test_kept_tokens_are_bracketed_without_a_terminal() -> None:
     assert display.mark_tokens(["a", "b"], [False, True], brackets=False).plain == "ab"
 
 
-def test_kept_tokens_are_shown_of_the_answer_that_weighs_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_tokens_are_shown_of_the_answer_that_weighs_most_of_those_kept_in_part() -> None:
     tokenizer = policies.character_tokenizer()
-    ids = torch.tensor([tokenizer("1+1=2").input_ids, tokenizer("3+4=7").input_ids])
-    kept = torch.tensor([[True, False, False, False, False], [False, False, True, True, False]])
+    ids = torch.tensor([tokenizer(text).input_ids for text in ("1+1=2", "3+4=7", "5+5=9")])
+    kept = torch.tensor([[True, False, False, False, False], [False, False, True, True, False], [True] * 5])
     selection = TokenSelection(
         completion_ids=ids,
         mask=torch.ones_like(kept),
         kept=kept,
-        scores=torch.tensor([[0.1, 0, 0, 0, 0], [float("nan"), 0, 0.5, 0.5, 0]]),
-        entropies=torch.zeros(2, 5),
-        advantages=torch.tensor([[1.0], [-1.0]]),
+        scores=torch.tensor([[0.1, 0, 0, 0, 0], [float("nan"), 0, 0.5, 0.5, 0], [0.9] * 5]),
+        entropies=torch.zeros(3, 5),
+        advantages=torch.tensor([[1.0], [-1.0], [-2.0]]),
     )
     with display.console.capture() as captured:
         display.show_kept_tokens(selection, tokenizer)
-    assert "3 of 10, in 2 of 2 answers" in captured.get()
+    assert "8 of 15, in 3 of 3 answers" in captured.get()
     assert "3+[4=]7" in captured.get()
