@@ -439,11 +439,15 @@ def questions(prompts) -> Dataset:
     )
 
 
-@pytest.mark.parametrize("content", ["images", "text only"])
-def test_vision_language_models(run, monkeypatch, image_processor, content):
+@pytest.mark.parametrize(
+    ("content", "iterations"),
+    [("images", 1), ("text only", 1), ("images", 2)],
+    ids=["images", "text only", "images, old log-probs"],
+)
+def test_vision_language_models(run, monkeypatch, image_processor, content, iterations):
     """Images travel with their rows; what is kept, and the gradient, are those that a plain trainer's pass implies."""
     monkeypatch.setattr(harness, "dataset", pictures if content == "images" else questions)
-    options = {"sampled": True, "rows": 4, "max_completion_length": 8, "seed": 1}
+    options = {"sampled": True, "rows": 4, "max_completion_length": 8, "seed": 1, "num_iterations": iterations}
     # TRL's own default from 1.14 on: an image token that is sampled would stand for no image
     options["generation_kwargs"] = {"suppress_tokens": [WORDS.index("<image>")]}
     plain = run(listening(), model=vision_language_model(), **options)

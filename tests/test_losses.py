@@ -388,12 +388,14 @@ def mixture_of_experts(family: str):
     return model
 
 
+@pytest.mark.parametrize("iterations", [1, 2], ids=["", "old log-probs"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_the_load_balancing_loss_keeps_its_value_and_gradient(run, family):
+def test_the_load_balancing_loss_keeps_its_value_and_gradient(run, family, iterations):
     """It belongs to no token: selecting tokens leaves all of it. What it adds is what it adds to plain GRPO."""
 
     def take(trainer_class, coefficient):
-        found = run(trainer_class, model=mixture_of_experts(family), rows=4, router_aux_loss_coef=coefficient)
+        options = {"rows": 4, "num_iterations": iterations, "router_aux_loss_coef": coefficient}
+        found = run(trainer_class, model=mixture_of_experts(family), **options)
         return found, found.logs[0]
 
     grpo, grpo_log = take(GRPOTrainer, 0.5)

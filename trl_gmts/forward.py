@@ -50,6 +50,10 @@ class ForwardCall:
             for name, value in self.kwargs.items()
         )
 
+    def wants_more(self) -> bool:
+        """Whether more than log-probs and entropies is asked for: the MoE load-balancing loss, for which TRL has a flag."""
+        return any(value is True and name != "compute_entropy" for name, value in self.kwargs.items())
+
     def packed(self, pack: Pack, needed: torch.Tensor) -> "ForwardCall":
         """The call for a pack of the rows, with log-probs of the tokens in `needed` (bool (B, T)) only."""
         prompt = needed.new_zeros(len(needed), pack.prompt_width)

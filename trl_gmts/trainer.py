@@ -347,7 +347,8 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
     ) -> list[Forward]:
         """Log-probs and entropies of the step's micro-batches under the current policy, without gradient."""
         first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        if first_after_generation and all("policy_logps" in batch for batch in window):
+        saved = all("policy_logps" in batch for batch in window) and not any(call.wants_more() for call in calls)
+        if first_after_generation and saved:
             # TRL ran the policy over these answers for the old log-probs, and it is still the same policy.
             return [(batch["policy_logps"], batch["policy_entropies"], None) for batch in window]
         # The random stream is put back, so that generation and dropout draw what they would in GRPOTrainer.
@@ -546,14 +547,17 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Forward:
         if self._instead_of_forward is not None:
             return self._instead_of_forward(ForwardCall.of(args, kwargs))
-        if self._generation_forwards is not None and model is self.model:
-            call = ForwardCall.of(args, {**kwargs, "compute_entropy": True})
-            if self._skips(call):
-                rows = call.kwargs.get("batch_size") or len(call.input_ids)
-                forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
-                self._generation_forwards.append(forward)
-                return forward
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._generation_forwards is None or model is not self.model or not self._selects():
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        kwargs = {**kwargs, "compute_entropy": True}
+        call = ForwardCall.of(args, kwargs)
+        if self._skips(call):
+            rows = call.kwargs.get("batch_size") or len(call.input_ids)
+            forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
+        else:
+            forward = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        self._generation_forwards.append(forward)
+        return forward
 
     @contextmanager
     def _replaced_forward(self, replacement: Callable[[ForwardCall], Forward]) -> Iterator[None]:
