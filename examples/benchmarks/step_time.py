@@ -139,7 +139,7 @@ def synthetic_answers(grammar: Grammar, answers: int, longest: int, flat_share: 
 
 
 class StepTimer(TrainerCallback):
-    """Seconds and peak memory of the first optimizer step of a `train()`."""
+    """Seconds and peak memory of the optimizer step of a `train()`."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -147,14 +147,12 @@ class StepTimer(TrainerCallback):
         self.peaks: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:
-            self.floor = reset_peak(self.device)
-            self.began = now(self.device)
+        self.floor = reset_peak(self.device)
+        self.began = now(self.device)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self.seconds.append(now(self.device) - self.began)
-            self.peaks.append(peak(self.device) - self.floor)
+        self.seconds.append(now(self.device) - self.began)
+        self.peaks.append(peak(self.device) - self.floor)
 
 
 def now(device: str) -> float:
@@ -233,7 +231,7 @@ def build(arm: str, model, tokenizer, answers: Answers, old_logps: bool, options
         num_generations=GROUP,
         # A batch that is used twice outlives an update, which makes TRL compute the old log-probs.
         num_iterations=2 if old_logps else 1,
-        max_steps=2 if old_logps else 1,
+        max_steps=1,
         max_completion_length=options.max_answer,
         learning_rate=0.0,  # every turn meets the same policy
         shuffle_dataset=False,
@@ -311,6 +309,7 @@ def main() -> None:
                 arms = {arm: build(arm, model, tokenizer, answers, old_logps, options, folder) for arm in ARMS}
                 for turn in range(options.repeats + 1):
                     for trainer, timer in arms.values():
+                        trainer._step = 0  # each turn begins with a generation, whether or not the last batch is used up
                         trainer.train()
                         if turn == 0:  # the first turn only warms up caches
                             timer.seconds.clear()
@@ -320,7 +319,7 @@ def main() -> None:
                     ratio = statistics.median(a / b for a, b in zip(timer.seconds, baseline, strict=True))
                     planning = ""
                     if isinstance(trainer, MeasuredGMTS):
-                        outside = trainer.outside[:: trainer.num_iterations][1:]
+                        outside = trainer.outside[1:]
                         share = statistics.median(a / b for a, b in zip(outside, timer.seconds, strict=True))
                         planning = f"{share:.1%}"
                     print(
