@@ -309,7 +309,7 @@ def main() -> None:
                 arms = {arm: build(arm, model, tokenizer, answers, old_logps, options, folder) for arm in ARMS}
                 for turn in range(options.repeats + 1):
                     for trainer, timer in arms.values():
-                        trainer._step = 0  # each turn begins with a generation, whether or not the last batch is used up
+                        trainer._step = 0  # each turn begins with a generation, though the last batch is not used up
                         trainer.train()
                         if turn == 0:  # the first turn only warms up caches
                             timer.seconds.clear()
