@@ -299,6 +299,31 @@ def test_nonfinite_sampling_logps_are_left_to_trl(run):
     assert_finite(run(rollouts=FixedRollouts(logprobs=logprobs), **arguments))
 
 
+def test_what_the_engine_says_of_an_unusable_token_decides_nothing(run):
+    """Not even whether its answer is off-policy as a whole."""
+
+    def with_old(second: float | None):
+        def inject(trainer, batch):
+            batch = off_policy(old=0.3)(trainer, batch)
+            if second is not None:
+                batch["old_per_token_logps"][:, 1] = second
+            return batch
+
+        return inject
+
+    def engine(second: float | None):
+        return FixedRollouts(logprobs=lambda ids: [second if i == 1 else -1.0 - 0.1 * i for i in range(len(ids))])
+
+    options = {"off_policy_mask_threshold": 0.5, "selection_ratio": 1.0}
+    unknown, far = (run(rollouts=engine(logp), inject=with_old(NAN), **options) for logp in (None, -60.0))
+    assert unknown.logs[0]["gmts/nonfinite_scores"] > 0
+    assert relative_error(far.gradient, unknown.gradient) < 1e-6
+    usable_unknown, usable_far = (
+        run(rollouts=engine(logp), inject=with_old(None), **options) for logp in (None, -60.0)
+    )
+    assert relative_error(usable_far.gradient, usable_unknown.gradient) > 1e-2, "the engine decides nothing anyway"
+
+
 def overflowing(model):
     """A model that breaks down at an `x`: its last hidden states are not numbers there and, as attention goes, after."""
     letter = harness.tokenizer().convert_tokens_to_ids("x")

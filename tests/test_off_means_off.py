@@ -50,6 +50,7 @@ SITUATIONS = {
     "sampled": {"sampled": True},
     "sampled, dropout": {"sampled": True, "dropout": 0.3},
     "kl": {"beta": 0.1},
+    "sampled, dropout, two iterations": {"sampled": True, "dropout": 0.3, "num_iterations": 2, "max_steps": 4},
     "two iterations": {"num_iterations": 2, "max_steps": 4},
     "two optimizer steps a generation batch": {
         "steps_per_generation": 4,

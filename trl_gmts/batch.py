@@ -72,6 +72,8 @@ def neutralized(
             clean[name] = tensor.masked_fill(ignored, neutral)
         else:
             clean[name] = tensor.masked_fill(~torch.isfinite(tensor), neutral)
+    if batch.get("sampling_per_token_logps") is not None:  # the engine's; NaN where unknown, which TRL allows for
+        clean["sampling_per_token_logps"] = batch["sampling_per_token_logps"].masked_fill(ignored, 0.0)
     return clean, logps.masked_fill(ignored, 0.0), entropies.masked_fill(ignored, 0.0)
 
 

@@ -182,7 +182,12 @@ class DynamicSamplingGRPOTrainer(GRPOTrainer):
         """TRL's answers to these examples on this process, and the rewards (R, F) of all processes."""
         prompts, generated = self._generated(inputs)
         inputs = [
-            example | {name: v[i] if isinstance(v, list) else v for name, v in generated[_EXTRA_FIELDS].items()}
+            example
+            | {
+                name: values[i] if isinstance(values, list) else values
+                for name, values in generated[_EXTRA_FIELDS].items()
+                if not isinstance(values, list) or i < len(values)
+            }
             for i, example in enumerate(inputs)
         ]
         rewards = self._calculate_rewards(inputs, prompts, generated[3], generated[1])

@@ -226,10 +226,12 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `GRPOTrainer`. A run that was interrupted within an optimizer step starts a new one, with new answers."""
         self._plan = {}
-        begun = self._step % self.args.gradient_accumulation_steps
-        if begun and self.args.token_selection != "none":
-            self._step -= begun
-            self._buffered_inputs = None
+        if self.args.token_selection != "none":
+            self._entropy_window_stats = None  # TRL's sums over the step, of the adaptive entropy bonus
+            begun = self._step % self.args.gradient_accumulation_steps
+            if begun:
+                self._step -= begun
+                self._buffered_inputs = None
         return super().train(*args, **kwargs)
 
     def compute_loss(
@@ -551,12 +553,15 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         kwargs = {**kwargs, "compute_entropy": True}
         call = ForwardCall.of(args, kwargs)
+        random_state = _random_state(self.accelerator.device)
         if self._skips(call):
             rows = call.kwargs.get("batch_size") or len(call.input_ids)
             forward = self._packed_forward(model, call, -(-len(call.input_ids) // rows), rows)
         else:
             forward = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        self._generation_forwards.append(forward)
+        if torch.equal(random_state, _random_state(self.accelerator.device)):
+            # With dropout the loss compares two draws, the rollouts' and its own, so this one cannot stand for both.
+            self._generation_forwards.append(forward)
         return forward
 
     @contextmanager
@@ -572,7 +577,7 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """
         TRL's batch and, per answer, `answer_ids` (B,): its number in the generation batch of all processes; where TRL
-        ran the policy for old log-probs also `policy_logps` and `policy_entropies` (B, T), of that forward.
+        ran the policy, without dropout, for old log-probs also `policy_logps` and `policy_entropies` (B, T), of that forward.
         """
         self._generation_forwards = []
         try:
@@ -602,6 +607,13 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return torch.cat([state.flatten() for state in states])
 
 
 @contextmanager
