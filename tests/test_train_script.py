@@ -144,7 +144,7 @@ def test_evaluated_and_compared_with_where_it_began(trained, policy, tmp_path):
     before, after = (json.loads((tmp_path / run / "results.json").read_text())["sets"] for run in ("before", "after"))
     gain = after[domain]["difference"]
     assert gain["value"] == pytest.approx(after[domain]["accuracy"]["value"] - before[domain]["accuracy"]["value"])
-    assert gain["low"] < gain["value"] < gain["high"]
+    assert gain["low"] <= gain["value"] <= gain["high"]  # all three are 0 where two steps changed no answer
     assert f"against {tmp_path / 'before'}" in (tmp_path / "after" / "results.md").read_text()
 
 
