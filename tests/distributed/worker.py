@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from distributed.layouts import LAYOUTS, model_for, prepare_process, share, whol
 
 
 def train_shared(layout, case, model, output_dir):
+    if layout.shipped == "fsdp1":
+        case = replace(case, dtype="float32")  # PyTorch's gradient norm of FSDP1 refuses float64
     trainer, selections = build(case, model_for(layout, model, case.dtype), output_dir, processes=2)
     trainer.train()
     facts = share(layout, trainer)
