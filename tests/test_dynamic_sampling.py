@@ -229,7 +229,8 @@ NAN = math.nan
         ([[0.1, 0.2], [0.3, 0.0], [0.1, 0.2], [0.1, 0.2]], [1.0, 1.0], True, [True, False]),
         ([[1.0, 5.0], [1.0, 6.0], [1.0, NAN], [1.0, NAN]], [1.0, 0.0], False, [False, False]),  # weight of zero
         ([[1.0, 5.0], [1.0, 6.0], [1.0, NAN], [1.0, 2.0]], [1.0, 0.0], True, [False, False]),
-        ([[1e6], [1e6 + 1], [0.0], [1e-3]], [1.0], False, [False, True]),  # relative: nothing against the size
+        ([[1e6], [1e6 + 1], [0.0], [1e-3]], [1.0], False, [True, True]),  # TRL gives both groups advantages
+        ([[1000.0], [1000.005], [1e6], [1e6 + 0.0625]], [1.0], False, [True, False]),  # the other way: one bit
     ],
 )
 def test_signal(rewards, weights, each_function, expected):

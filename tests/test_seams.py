@@ -236,3 +236,73 @@ def test_a_term_that_a_subclass_adds_to_the_loss_is_never_lost(model_dir, run_di
     penalized = run(Around, model=load_policy(model_dir), output_dir=run_dir)
     expected = plain.gradient + 20 * flat_parameters(load_policy(model_dir))
     assert relative_error(penalized.gradient, expected) < 1e-6
+
+
+def weighted(inputs):
+    """Advantages as a subclass may change them."""
+    inputs["advantages"] = inputs["advantages"] * inputs["advantages"].abs()
+
+
+class WeightsInLoss:
+    def _compute_loss(self, model, inputs):
+        weighted(inputs)
+        return super()._compute_loss(model, inputs)
+
+
+class WeightsMicroBatch:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        weighted(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class WritesIntoMicroBatch:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["advantages"].mul_(0.5)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class WritesIntoLossInputs:
+    def _compute_loss(self, model, inputs):
+        inputs["advantages"].mul_(0.5)
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("rows", [16, 4])
+def test_what_a_subclass_sets_inside_the_loss_is_set_once(model_dir, run_dir, rows):
+    ours, plain = (
+        run(
+            type("Subclass", (WeightsInLoss, trainer_class), {}),
+            model=load_policy(model_dir),
+            output_dir=run_dir,
+            rows=rows,
+            **({"selection_ratio": 1.0} if trainer_class is GMTSGRPOTrainer else {}),
+        )
+        for trainer_class in (GMTSGRPOTrainer, GRPOTrainer)
+    )
+    assert relative_error(ours.gradient, plain.gradient) < 1e-5
+
+
+@pytest.mark.parametrize("change", [WeightsMicroBatch, WritesIntoMicroBatch, WritesIntoLossInputs])
+def test_a_batch_that_changes_after_its_tokens_were_selected_is_an_error(model_dir, run_dir, change):
+    with pytest.raises(RuntimeError, match="changed after its tokens had been selected"):
+        run(type("Subclass", (change, GMTSGRPOTrainer), {}), model=load_policy(model_dir), output_dir=run_dir, rows=4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_log_probs_that_a_subclass_asks_for_inside_the_loss_are_never_taken_for_the_policys(model_dir, run_dir, when):
+    teacher = load_policy(model_dir)
+
+    class Teacher(GMTSGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            arguments = (ids, mask, inputs["completion_ids"].size(1))
+            if when == "before":
+                with torch.no_grad():
+                    self._get_per_token_logps_and_entropies(teacher, *arguments, compute_entropy=True)
+                return super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, inputs)
+            return loss + self._get_per_token_logps_and_entropies(model, *arguments)[0].mean()
+
+    with pytest.raises(RuntimeError, match="asked for log-probs more than once"):
+        run(Teacher, model=load_policy(model_dir), output_dir=run_dir)

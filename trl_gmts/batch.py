@@ -77,6 +77,25 @@ def neutralized(
     return clean, logps.masked_fill(ignored, 0.0), entropies.masked_fill(ignored, 0.0)
 
 
+class Snapshot:
+    """Tells whether a batch still holds the tensors it held, with nothing written into them since. Copies nothing."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._tensors = {name: (value, _version(value)) for name, value in batch.items() if torch.is_tensor(value)}
+
+    def is_still(self, batch: Batch) -> bool:
+        return batch is self._batch and all(
+            batch.get(name, tensor) is tensor and _version(tensor) == version
+            for name, (tensor, version) in self._tensors.items()
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts what was written into a tensor; PyTorch does not count for those made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def concatenated(window: Sequence[Batch], name: str) -> torch.Tensor:
     """The tensor `name` of all micro-batches, along the rows."""
     if any(batch.get(name) is None for batch in window):

@@ -32,7 +32,7 @@ import torch
 from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 
-from .batch import Batch, concatenated, neutralized, trainable_tokens, unusable_tokens
+from .batch import Batch, Snapshot, concatenated, neutralized, trainable_tokens, unusable_tokens
 from .config import GMTSGRPOConfig
 from .dynamic_sampling import DynamicSamplingGRPOTrainer
 from .forward import (
@@ -215,7 +215,7 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         # What the policy's forwards returned during a generation; None outside of one.
         self._generation_forwards: list[Forward] | None = None
         # What remains to be run of the current optimizer step, by TRL's count of micro-batches.
-        self._plan: dict[int, PlannedBatch] = {}
+        self._plan: dict[int, tuple[PlannedBatch, Snapshot]] = {}
         self._buffered_inputs: Any  # TRL's: the micro-batches of the generation batch
         self.last_selection: TokenSelection | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
@@ -259,7 +259,13 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
             raise ValueError("GMTSGRPOTrainer does not support return_outputs=True, as GRPOTrainer does not.")
         if self._step not in self._plan:
             self._plan = self._plan_step(model, inputs)
-        planned = self._plan.pop(self._step)
+        planned, snapshot = self._plan.pop(self._step)
+        if not snapshot.is_still(inputs):
+            raise RuntimeError(
+                "A micro-batch was changed after its tokens had been selected: the optimizer step is planned over all its "
+                "micro-batches at the first one. Change batches in _generate_and_score_completions, or a copy of them in "
+                "_compute_loss."
+            )
         if self.accelerator.sync_gradients != (not self._plan):
             raise RuntimeError(
                 f"The optimizer step was planned over {self.current_gradient_accumulation_steps} micro-batches, but "
@@ -279,14 +285,15 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
 
     # The optimizer step
 
-    def _plan_step(self, model: torch.nn.Module, inputs: Batch) -> dict[int, PlannedBatch]:
+    def _plan_step(self, model: torch.nn.Module, inputs: Batch) -> dict[int, tuple[PlannedBatch, Snapshot]]:
         window = self._window(inputs)
+        snapshots = [Snapshot(batch) for batch in window]
         num_tokens = self._sum_over_processes(torch.cat([trainable_tokens(batch) for batch in window]).sum())  # N
         scored = self._score(model, window, num_tokens)
         selected = self._select(window, scored, num_tokens)
         scale = num_tokens / max(selected.denominator, 1) if self.args.normalize_selected else 1.0
         planned = self._pack(scored, selected.kept, scale)
-        return {self._step + i: batch for i, batch in enumerate(planned)}
+        return {self._step + i: pair for i, pair in enumerate(zip(planned, snapshots, strict=True))}
 
     def _window(self, inputs: Batch) -> list[Batch]:
         """The micro-batches of the optimizer step that begins now, on this process."""
@@ -339,7 +346,7 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
 
         try:
             with self._replaced_forward(stop):
-                super().compute_loss(model, batch)
+                super().compute_loss(model, dict(batch))
         except _StopAtForward as stopped:
             return stopped.call
         raise TRLSeamError("GRPOTrainer's loss did not ask for log-probs through _get_per_token_logps_and_entropies.")
@@ -383,8 +390,18 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         inputs = [logps.detach().requires_grad_(), entropies.detach().requires_grad_()]
         if aux_loss is not None:
             inputs.append(aux_loss.detach().requires_grad_())
-        leaves = (inputs[0], inputs[1], inputs[2] if aux_loss is not None else None)
-        with torch.enable_grad(), self._replaced_forward(lambda _: leaves):
+        leaves = iter([(inputs[0], inputs[1], inputs[2] if aux_loss is not None else None)])
+
+        def once(call: ForwardCall) -> Forward:
+            for forward in leaves:
+                return forward
+            raise RuntimeError(
+                "The loss asked for log-probs more than once, and only one set of them is differentiated. A subclass that "
+                "needs others (a teacher's, say, or those of other tokens) gets them in compute_loss, and adds its term to "
+                "what super().compute_loss() returns, or in _generate_and_score_completions, as a tensor of the batch."
+            )
+
+        with torch.enable_grad(), self._replaced_forward(once):
             loss = super().compute_loss(model, batch)
         if not loss.requires_grad:
             raise TRLSeamError("GRPOTrainer's loss does not depend on the log-probs it asked for.")
