@@ -225,13 +225,35 @@ def test_no_verdict_is_had_by_an_answer_that(isolation, cheat):
     assert not Sandbox(isolation, TIGHT).passes_tests(wrong + CHEATS[cheat], TESTS)
 
 
+SLY = {
+    "plain data": "0",
+    "itself": "self",
+    "another object": "Any()",
+    "what an object holds": "Any().held()",
+}
+
+
+@pytest.mark.parametrize("gives", SLY)
 @pytest.mark.parametrize(
-    "tests", ["assert abs(square(3) - 9) < 1e-6", "assert square(3) <= 9 <= square(3)", "assert 9 == square(3)"]
+    "tests",
+    [
+        "assert abs(square(3) - 9) < 1e-6",
+        "assert abs(9 - square(3)) < 1e-6",
+        "assert round(square(3) - 9, 3) == 0",
+        "assert -1e-6 < float(square(3) - 9) < 1e-6",
+        "assert abs(-(square(3) - 9)) < 1e-6",
+        "assert square(3) <= 9 <= square(3)",
+        "assert square(3) >= 9",
+        "assert 9 == square(3)",
+        "import unittest\nunittest.TestCase().assertAlmostEqual(square(3), 9)",
+    ],
 )
-def test_an_object_of_the_answer_does_not_get_to_see_what_it_is_compared_with(tests):
+def test_an_object_of_the_answer_does_not_decide_how_near_it_is_to_what_is_expected(gives, tests):
     sly = (
-        "class Any:\n    def __sub__(self, other): return 0\n    def __abs__(self): return 0\n"
-        "    __lt__ = __le__ = __ge__ = __gt__ = __eq__ = lambda self, other: True\n    __hash__ = None\n"
+        f"class Any:\n    def __sub__(self, other): return {SLY[gives]}\n    def held(self): return self\n"
+        "    __rsub__ = __neg__ = __lt__ = __le__ = __ge__ = __gt__ = lambda self, *other: self - 0\n"
+        "    __abs__ = __float__ = lambda self: 0.0\n    __round__ = lambda self, n: 0\n"
+        "    __bool__ = lambda self: True\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
         "def square(x):\n    return Any()\n"
     )
     assert not Sandbox(limits=TIGHT).passes_tests(sly, "from solution import square\n" + tests)

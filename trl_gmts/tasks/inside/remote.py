@@ -314,6 +314,7 @@ class Remote:
         object.__setattr__(self, "_channel", channel)
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_met", False)  # made from plain data of the tests, an expected value perhaps
 
     def __getattr__(self, name: str) -> Any:
         return _request(self, "getattr", name)
@@ -322,7 +323,7 @@ class Remote:
         _request(self, "setattr", name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return object.__getattribute__(self, "_channel").request("call", self, *args, **kwargs)
+        return _marked(self, object.__getattribute__(self, "_channel").request("call", self, *args, **kwargs))
 
     def __instancecheck__(self, obj: Any) -> bool:
         return bool(_request(self, "isinstance", obj))
@@ -337,11 +338,28 @@ class Remote:
         return int(_request(self, "hash"))
 
     def __bool__(self) -> bool:
-        return bool(_request(self, "bool"))
+        return bool(_plain(self, "bool"))
 
 
 def _request(remote: Remote, operation: str, *args: Any) -> Any:
-    return object.__getattribute__(remote, "_channel").request(operation, remote, *args)
+    return _marked(remote, object.__getattribute__(remote, "_channel").request(operation, remote, *args))
+
+
+def _marked(remote: Remote, result: Any) -> Any:
+    """What an object that met the tests' data returns has met them too."""
+    if type(result) is Remote and object.__getattribute__(remote, "_met"):
+        object.__setattr__(result, "_met", True)
+    return result
+
+
+def _plain(remote: Remote, operation: str, *args: Any) -> Any:
+    """
+    A number or truth of an object, unless it met the tests' data: in `abs(answer - expected) < tolerance` the answer's own
+    operators would decide.
+    """
+    if object.__getattribute__(remote, "_met"):
+        raise TypeError(f"{operation}() of an object of the answer that comes of arithmetic or order with plain data")
+    return _request(remote, operation, *args)
 
 
 def _compare(remote: Remote, operation: str, other: Any) -> Any:
@@ -361,6 +379,13 @@ def _method(operation: str) -> Callable[..., Any]:
     return method
 
 
+def _number(operation: str) -> Callable[..., Any]:
+    def method(self: Remote, *args: Any) -> Any:
+        return _plain(self, operation, *args)
+
+    return method
+
+
 def _binary(operation: str) -> Callable[..., Any]:
     """Arithmetic and order with plain data must not yield plain data: that would hand the expected value to the answer."""
 
@@ -369,15 +394,20 @@ def _binary(operation: str) -> Callable[..., Any]:
         if type(other) is not Remote and value and hasattr(operator, operation):
             return getattr(operator, operation)(value[0], other)
         result = _request(self, operation, other)
-        if type(other) is Remote or type(result) is Remote:
+        if type(other) is Remote:
+            return _marked(other, result)
+        if type(result) is Remote:
+            object.__setattr__(result, "_met", True)
             return result
         raise TypeError(f"an object of the answer and a {type(other).__name__} cannot be compared by {operation!r}")
 
     return method
 
 
-for _name in "len iter next reversed str repr int float round abs index neg pos invert enter exit".split():
+for _name in "len iter next reversed str repr neg pos invert enter exit".split():
     setattr(Remote, f"__{_name}__", _method(_name))
+for _name in "int float round abs index".split():
+    setattr(Remote, f"__{_name}__", _number(_name))
 for _name in "getitem setitem delitem contains".split():
     setattr(Remote, f"__{_name}__", _method(_name))
 for _name in "lt le gt ge".split():
