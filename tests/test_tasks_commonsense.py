@@ -14,6 +14,8 @@ CHOICES = ["bank", "library", "the department store", "mall", "New York"]
         "A", "a", "(A)", "A.", "A)", "A:", "A,", r"\text{A}", r"\textbf{(A)}", r"\mathrm{A}", "$A$", " A ", "**A**",
         "bank", "Bank.", "a bank", "the bank", r"\text{bank}", '"bank"', "A bank", "A. bank", "(A) bank", "A: bank", "A) Bank",
         "Option A", "option A: bank", "The answer is A", "The correct answer is (A)", "answer: A", "choice A", r"A \text{ bank}", r"\(A\)",
+        "[A]", "Final answer: A", "The final answer is (A)", r"\textrm{A}", r"\boldsymbol{A}", r"\underline{A}", r"\text{A} \text{bank}",
+        "A – bank", "A = bank", "“A”", r"A\.", "Ａ", "A\u200b", "[A] bank",
     ],
 )  # fmt: skip
 def test_every_usual_spelling_of_the_key_counts(said):
@@ -23,7 +25,23 @@ def test_every_usual_spelling_of_the_key_counts(said):
 
 @pytest.mark.parametrize(
     "said",
-    ["", "AB", "A or B", "A, B", "A and B", "F", "A) library", "not A", "bank or mall", "A" * 5000, "é", "\x00"],
+    [
+        "",
+        "AB",
+        "A or B",
+        "A, B",
+        "A and B",
+        "F",
+        "A) library",
+        "not A",
+        "bank or mall",
+        "A" * 5000,
+        "é",
+        "\x00",
+        ".",
+        "()",
+        "K",
+    ],
 )
 def test_what_does_not_name_one_choice_scores_zero(said):
     assert commonsense_reward([rf"\boxed{{{said}}}"], ["A"], [CHOICES]) == [0.0]
@@ -38,14 +56,59 @@ def test_words_that_begin_like_a_letter_are_words():
     ]
 
 
-@pytest.mark.parametrize("said", ["yes", "Yes", "YES.", r"\text{yes}", "true", "Yes!", "yes, it is"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "yes",
+        "Yes",
+        "YES.",
+        r"\text{yes}",
+        "true",
+        "Yes!",
+        "yes, it is",
+        "Yes, it is true",
+        "Answer: yes",
+        "The answer is yes",
+        r"\textrm{Yes}",
+        "Yes. It is.",
+    ],
+)
 def test_yes_and_no(said):
     assert commonsense_reward([rf"\boxed{{{said}}}"] * 2, ["yes", "no"], [[], None]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("said", ["", "maybe", "yes and no", "yes or no", "not yes", "A"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "maybe",
+        "yes and no",
+        "yes or no",
+        "not yes",
+        "A",
+        "1/2",
+        "1.5",
+        "0.5",
+        "yes not",
+        "no doubt",
+        "false alarm",
+        "yes, no",
+        ".",
+    ],
+)
 def test_neither_yes_nor_no(said):
     assert commonsense_reward([rf"\boxed{{{said}}}"] * 2, ["yes", "no"]) == [0.0, 0.0]
+
+
+def test_odd_choices_neither_raise_nor_score():
+    many = [f"choice {i}" for i in range(40)]
+    assert commonsense_reward([r"\boxed{choice 39}", r"\boxed{K}", r"\boxed{choice 10}"], ["K"] * 3, [many] * 3) == [
+        0,
+        1,
+        1,
+    ]
+    assert commonsense_reward([r"\boxed{}", r"\boxed{.}", r"\boxed{A}"], ["A"] * 3, [[None, ".", 3]] * 3) == [0, 0, 1]
+    assert commonsense_reward([r"\boxed{3}", r"\boxed{A}"], ["C", "AB"], [[None, ".", 3]] * 2) == [1, 0]
 
 
 def test_the_last_box_counts_and_text_without_one_scores_zero():
@@ -95,6 +158,7 @@ def test_a_test_split_without_keys_is_refused_with_advice():
         {"question": "Is it?"},
         {"question": "Is it?", "answer": "perhaps"},
         {"question": "Which?", "choices": choices, "answerKey": "Z"},
+        {"question": "Which?", "choices": [f"choice {i}" for i in range(27)], "answer": "choice 26"},
     ]:
         with pytest.raises(ValueError, match=r"(?s)is not understood.*has \{"):
             commonsense_row(row)

@@ -4,6 +4,8 @@ CommonsenseQA asks for one of five choices, CommonsenseQA 2.0 for yes or no.
 """
 
 import re
+import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +13,18 @@ from .answers import last_boxed, text_of
 from .rows import Prompt, Row, first, prompt_of, question_of, refuse
 
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS = string.ascii_uppercase
 QUESTION = ("question.stem", "question", "problem", "prompt")
 ANSWER = ("answerkey", "answer", "label", "ground_truth", "reward_model.ground_truth")
 YES, NO = {"yes", "true", "correct", "1"}, {"no", "false", "incorrect", "0"}
 
 LATEX_WRAPPER = re.compile(
-    r"\\(?:text|textbf|textit|texttt|mathrm|mathbf|mathsf|mathit|operatorname|boxed)\s*\{([^{}]*)\}"
+    r"\\(?:text|textbf|textit|texttt|textrm|textsf|emph|underline|boldsymbol|bm|mathrm|mathbf|mathsf|mathit|operatorname|boxed)"
+    r"\s*\{([^{}]*)\}"
 )
-LETTER_FIRST = re.compile(
-    r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?[ :]*)?\(?([a-j])\)?(?:[ .:,)-]+(.*))?"
-)
+LEAD_IN = r"(?:(?:the )?(?:final )?(?:correct )?(?:answer|option|choice)(?: is)?[ :]*)?"
+LETTER_FIRST = re.compile(LEAD_IN + r"[(\[]?([a-z])[)\]]?(?:[ .:,)\]=\u2013\u2014-]+(.*))?")
+YES_OR_NO = re.compile(LEAD_IN + r"(\w+)(?:[,;:.!] .*)?")
 
 
 def commonsense_prompt(question: str, choices: Sequence[str] = ()) -> Prompt:
@@ -53,6 +56,8 @@ def commonsense_row(row: Row) -> dict[str, Any]:
         if word not in YES | NO:
             refuse(row, "commonsense", needs)
         return {"prompt": commonsense_prompt(question), "answer": "yes" if word in YES else "no", "choices": []}
+    if len(choices) > len(LETTERS):
+        refuse(row, "commonsense", f"at most {len(LETTERS)} choices")
     known = [label.upper() for label in labels]
     label = str(key).strip().upper()
     if label in known:
@@ -74,7 +79,9 @@ def choices_of(value: Any) -> tuple[list[str], list[str]]:
     if isinstance(value, Mapping):
         return [str(k) for k in value], [str(v) for v in value.values()]
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) for v in value):
-        return [str(v.get("label", LETTERS[i])) for i, v in enumerate(value)], [str(v.get("text")) for v in value]
+        return [str(v.get("label", LETTERS[i : i + 1])) for i, v in enumerate(value)], [
+            str(v.get("text")) for v in value
+        ]
     texts = [str(v) for v in value] if isinstance(value, (list, tuple)) else []
     return list(LETTERS[: len(texts)]), texts
 
@@ -101,20 +108,23 @@ def names_key(box: str | None, key: str, choices: Sequence[str]) -> bool:
     """Whether the box holds the key's letter, its words, or both, in one of the usual spellings."""
     said = plain(box or "")[:500]
     key = key.strip().lower()
+    if not said:
+        return False
     if not choices:
-        words = re.findall(r"\w+", said)
-        if not words or len(words) > 3 or (YES & set(words) and NO & set(words)):
-            return False
-        return words[0] in YES if key in YES else words[0] in NO if key in NO else said == key
-    texts = [without_article(plain(choice)) for choice in choices]
+        if key not in YES | NO:
+            return said == key
+        match = YES_OR_NO.fullmatch(said)
+        words = set(re.findall(r"\w+", said))
+        return match is not None and match.group(1) in (YES if key in YES else NO) and not (YES & words and NO & words)
+    texts = [without_article(plain("" if choice is None else str(choice))) for choice in choices[: len(LETTERS)]]
     if without_article(said) in texts:
         return letter(texts.index(without_article(said))) == key
     match = LETTER_FIRST.fullmatch(said)
     if match is None or match.group(1) != key:
         return False
     # A letter with words after it: they must be that choice's.
-    rest = without_article((match.group(2) or "").strip(" ()"))
-    index = LETTERS.lower().index(key)
+    rest = without_article((match.group(2) or "").strip(" ()[]"))
+    index = LETTERS.lower().index(key)  # the key is a letter: it matched one
     return not rest or (index < len(texts) and rest == texts[index])
 
 
@@ -124,10 +134,11 @@ def letter(index: int) -> str:
 
 def plain(text: str) -> str:
     """Lower case, without LaTeX wrappers, quotes, and punctuation at the ends."""
+    text = "".join(c for c in unicodedata.normalize("NFKC", text[:10_000]) if unicodedata.category(c) != "Cf")
     text = text.replace("\\ ", " ").replace("\\,", " ").replace("~", " ").replace("$", "")
     for _ in range(4):  # nested wrappers
         text = LATEX_WRAPPER.sub(r"\1", text)
-    text = re.sub(r"[*_`\"'{}]|\\[()\[\]]", "", text)
+    text = re.sub(r"[*_`\"'\u201c\u201d\u2018\u2019{}]|\\[()\[\].:,]", "", text)
     return " ".join(text.lower().split()).strip(" .,;:!")
 
 
