@@ -14,6 +14,7 @@ others: what the intervals mean (`evaluate_statistics.py`), where the sets are a
 (`evaluate_benchmarks.py`), prompts and scores (`trl_gmts.tasks`).
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -86,6 +87,13 @@ class EvaluateArguments:
             self.temperature = 0.0 if greedy else 1.0
         if self.batch_size is None:
             self.batch_size = 256 if self.backend == "vllm" else 8
+        for name in ("num_samples", "batch_size", "max_completion_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, not {self.limit}. Leave it out for all problems.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
         if self.temperature == 0 and self.num_samples > 1:
             raise ValueError(
                 f"num_samples={self.num_samples} with temperature=0 asks for the same greedy answer again and again. "
@@ -281,11 +289,12 @@ def answer_problems(
             *("chat_template_kwargs", "seed", "backend", "dtype", "batch_size"),
         )
     }
+    settings["weights"] = weights_of(args.model_name_or_path)
     answers = saved_answers(path, settings)
     # Batches are the same whether or not the run was interrupted, and so are their seeds: only whole ones are taken over.
     whole = len(answers) if len(answers) == len(examples) else len(answers) - len(answers) % args.batch_size
     answers = answers[:whole]
-    changed = [a["index"] for a, example in zip(answers, examples, strict=False) if a["prompt"] != example["prompt"]]
+    changed = [a["index"] for a, example in zip(answers, examples, strict=False) if a["problem"] != digest(example)]
     if changed or len(answers) > len(examples):
         raise ValueError(f"{path} holds answers to other problems. Choose another --output_dir, or delete the file.")
 
@@ -299,6 +308,7 @@ def answer_problems(
             new = [
                 {
                     "index": start + i,
+                    "problem": digest(example),
                     "prompt": example["prompt"],
                     "answers": texts,
                     "num_tokens": lengths,
@@ -314,13 +324,34 @@ def answer_problems(
     return answers
 
 
+def digest(example: dict[str, Any]) -> str:
+    """Of a problem with its key or tests, by which scores depend on it."""
+    return hashlib.sha256(json.dumps(example, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weights_of(model: str) -> list[list[Any]]:
+    """Names, sizes and times of a local model's weights, which may be replaced under the same path. None on the hub."""
+    files = sorted(path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".bin"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
 def saved_answers(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off while being written
     if not lines:
         return []
-    header, *answers = map(json.loads, lines)
+    try:
+        header, *answers = map(json.loads, lines)
+        complete = isinstance(header, dict) and all(
+            {"index", "problem", "scores"} <= answer.keys() for answer in answers
+        )
+    except (json.JSONDecodeError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(
+            f"{path} is not a file of answers that this script wrote. Choose another --output_dir, or delete it."
+        )
     different = [name for name in settings if header.get(name) != settings[name]]
     if different:
         raise ValueError(

@@ -88,6 +88,12 @@ def main(arguments: list[str] | None = None) -> None:
         peft_config=get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=checkpoint(args.resume_from_checkpoint))
+    if trainer.state.global_step == 0:
+        raise ValueError(
+            f"No optimizer step was taken: a generation batch is {args.generation_batch_size // args.num_generations} "
+            f"prompts, and the dataset has {len(train_dataset)}: add rows, or make the batch smaller (per_device_train_batch_size, "
+            "gradient_accumulation_steps, steps_per_generation)."
+        )
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved to {args.output_dir}.")
     if args.push_to_hub:
@@ -149,6 +155,8 @@ def load_rows(name: str, config: str | None, split: str) -> Dataset:
     if suffix in (".jsonl", ".json", ".parquet"):
         if not Path(name).is_file():
             raise FileNotFoundError(f"There is no file {name}. A dataset of the hub is named without a file ending.")
+        if Path(name).stat().st_size == 0:
+            raise ValueError(f"{name} is empty.")
         return load_dataset("parquet" if suffix == ".parquet" else "json", data_files=name, split="train")
     return load_dataset(name, config, split=split)
 

@@ -44,7 +44,10 @@ SITUATIONS = {
     "tool tokens": ({"tool_tokens": True}, {}),
     "entropy": ({"token_selection": "entropy"}, {"score": "entropy"}),
     "scored base": ({"selection_base": "scored", "reward": half_flat_reward}, {"base": "scored"}),
+    "kept without advantage": ({"token_selection": "entropy", "reward": half_flat_reward}, {"score": "entropy"}),
+    "bottom": ({"select_bottom": True}, {"bottom": True}),
     "not all numbers": ({"inject": spoil}, {}),
+    "not all numbers, entropy": ({"token_selection": "entropy", "inject": spoil}, {"score": "entropy"}),
     "rho 1": ({"selection_ratio": 1.0}, {"ratio": 1.0}),
     "grpo": ({"loss_type": "grpo"}, {"loss": "grpo"}),
 }
@@ -65,8 +68,9 @@ def independent(step, settings: Settings) -> dict[str, float]:
     per_answer = [sum(1 for token in kept if token[0] == number) for number in range(len(expected.answers))]
     # Entropy selection with the same number of tokens; it knows no coefficient, so zero scores are no reason to pass
     rankable = [token for token in tokens if math.isfinite(token[1])]
-    by_entropy = sorted((token[2] for token in rankable), reverse=True)
-    cut = by_entropy[min(expected.budget, len(by_entropy)) - 1] * (1 - 1e-9)
+    sign = -1 if settings.bottom else 1
+    by_entropy = sorted((sign * token[2] for token in rankable), reverse=True)
+    cut = by_entropy[min(expected.budget, len(by_entropy)) - 1] - 1e-9
     return {
         "kept_fraction": len(kept) / len(tokens),
         "threshold": expected.tau[0],
@@ -78,7 +82,7 @@ def independent(step, settings: Settings) -> dict[str, float]:
         "kept_positive_advantage": sum(token[3] > 0 for token in kept) / len(kept),
         "answers_with_kept": sum(number > 0 for number in per_answer) / len(per_answer),
         "effective_answers": 1 / sum((number / len(kept)) ** 2 for number in per_answer),
-        "entropy_overlap": sum(token[2] >= cut for token in kept) / len(kept),
+        "entropy_overlap": sum(sign * token[2] >= cut for token in kept) / len(kept),
     }
 
 

@@ -126,6 +126,18 @@ def test_many_segments_some_of_them_empty(bottom):
     assert found.thresholds.isnan().sum() == 192 - 62
 
 
+def test_what_the_loss_divides_by_is_counted_segment_by_segment():
+    """Eq. 2's max(kept, budget) of each: ties beyond one segment's budget do not make up for zeros in another."""
+    scores = torch.tensor([[1.0] * 6, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])  # keeps 6 with a budget of 3, and 1
+    segments = torch.tensor([[0], [1]]).expand(2, 6)
+    found = select_tokens(
+        scores, torch.ones_like(segments, dtype=torch.bool), segments, 2, 0.5,
+        scored_only=False, bottom=False, sum_over_processes=lambda tensor: tensor,
+    )  # fmt: skip
+    assert found.kept.sum(1).tolist() == [6, 1] and found.budgets.tolist() == [3, 3]
+    assert found.denominator == 6 + 3
+
+
 def test_no_token_at_all():
     nothing = torch.zeros(4, 6, dtype=torch.bool)
     found = assert_exact(torch.rand(4, 6), nothing, torch.zeros(4, 6, dtype=torch.int64), 1, "0.2", False, False)

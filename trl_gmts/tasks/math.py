@@ -100,7 +100,8 @@ class MathReward:
         """
         if self._pool is None or self._pool.owner != os.getpid():  # a forked process cannot share its parent's pipes
             self._pool = WorkerPool(self.workers, self.seconds)
-        boxes = [last_boxed(text_of(completion)) or "" for completion in completions]
+        # A box within is dropped, or math-verify would compare it alone.
+        boxes = [(last_boxed(text_of(completion)) or "").replace("\\boxed", "") for completion in completions]
         pairs = [
             None if key is None else (box if len(box) <= LONGEST_BOX else "", last_boxed(str(key)) or str(key))
             for box, key in zip(boxes, answer, strict=True)
