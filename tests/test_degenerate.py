@@ -376,6 +376,7 @@ def test_nonfinite_model_logps_are_never_selected(run, model_dir, rows, ratio):
     )
     assert_finite(found)
     assert found.logs[0]["gmts/nonfinite_scores"] == unusable
+    assert all(math.isfinite(value) for name, value in found.logs[0].items() if name.startswith("gmts/"))
     # A broken answer breaks the oracle's graph too, so the gradient of what is kept comes from a sound policy.
     sound_batches = [
         {k: v.nan_to_num() if k.startswith("old") else v for k, v in b.items()} for b in step.micro_batches
@@ -416,7 +417,8 @@ def test_a_long_run_of_degenerate_steps_keeps_going(run):
 
 
 @pytest.mark.parametrize("micro_steps_before", [1, 2, 3])
-def test_an_interrupted_optimizer_step_is_begun_anew(model_dir, run_dir, micro_steps_before):
+@pytest.mark.parametrize("steps_per_generation", [4, 8])
+def test_an_interrupted_optimizer_step_is_begun_anew(model_dir, run_dir, micro_steps_before, steps_per_generation):
     """Ctrl-C between micro-batches, then `train()` again: whole steps of fresh answers, as after a whole run."""
 
     class Interrupt(TrainerCallback):
@@ -424,16 +426,26 @@ def test_an_interrupted_optimizer_step_is_begun_anew(model_dir, run_dir, micro_s
 
         def on_substep_end(self, *args, **kwargs):
             self.seen += 1
-            if self.seen == micro_steps_before:
+            if self.seen == micro_steps_before + 3 * (steps_per_generation == 8):  # in the second step of a generation
                 raise KeyboardInterrupt
 
-    found = harness.run(model=harness.load_policy(model_dir), output_dir=run_dir, rows=4, max_steps=2, train=False)
+    found = harness.run(
+        model=harness.load_policy(model_dir),
+        output_dir=run_dir,
+        rows=4,
+        max_steps=2,
+        steps_per_generation=steps_per_generation,
+        train=False,
+    )
     found.trainer.add_callback(Interrupt())
     with pytest.raises(KeyboardInterrupt):
         found.trainer.train()
     found.trainer.model.zero_grad()
     found.trainer.pending = []
+    found.steps.clear()
+    generated = len(found.generated)
     found.trainer.train()
+    assert len(found.generated) > generated, "fresh answers"
     assert len(found.steps) == 2
     assert [len(step.micro_batches) for step in found.steps] == [4, 4]
     assert all(step.gradient.norm() > 0 for step in found.steps)

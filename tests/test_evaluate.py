@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -194,6 +196,38 @@ def test_other_problems_do_not_continue_a_file(policy, rows, whole, tmp_path):
     other.write_text("\n".join(reversed(rows.read_text().splitlines())) + "\n")
     with pytest.raises(ValueError, match="other problems"):
         evaluate.main(arguments(policy, other, whole))
+
+
+def test_other_weights_or_keys_do_not_continue_a_file(policy, rows, whole, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(policy, model)
+    output.mkdir()
+    evaluate.main(arguments(model, rows, output, limit=2))
+    other = tmp_path / "commonsense.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines[0]["answerKey"] = "B" if lines[0]["answerKey"] != "B" else "A"
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="other problems"):
+        evaluate.main(arguments(model, other, output, limit=2))
+    with (model / "model.safetensors").open("r+b") as file:
+        os.utime(file.fileno(), (1, 1))
+    with pytest.raises(ValueError, match=r"other settings \(weights: "):
+        evaluate.main(arguments(model, rows, output, limit=2))
+
+
+@pytest.mark.parametrize("text", ["{}\n[]\n", "not json\n", '"x"\n', "{}\n{}\n"])
+def test_a_file_that_holds_no_answers_is_named(policy, rows, tmp_path, text):
+    (tmp_path / "commonsense.answers.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"commonsense.answers.jsonl is not a file of answers"):
+        evaluate.main(arguments(policy, rows, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_samples": 0}, {"batch_size": 0}, {"limit": 0}, {"temperature": -1.0}], ids=str
+)
+def test_numbers_that_cannot_be_are_refused(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        evaluate.EvaluateArguments(task="math", **values)
 
 
 def test_the_report_has_what_the_files_have(whole):

@@ -66,6 +66,8 @@ def test_the_text_of_a_completion_in_every_form():
     ("said", "key", "expected"),
     [
         (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{\boxed{5}}", "5", 1.0),
+        (r"so \boxed{3 \boxed{5}}", "5", 0.0),
         (r"so \boxed{\dfrac{1}{2}}", r"$\frac{1}{2}$", 1.0),
         (r"\boxed{204}", "204", 1.0),
         (r"\boxed{1} no, \boxed{2}", "1", 0.0),

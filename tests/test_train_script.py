@@ -182,6 +182,25 @@ def test_a_penalty_longer_than_the_answer_is_refused(capsys):
     assert "soft_overlong_cache (17) must lie between 0 and max_completion_length (16)" in capsys.readouterr().err
 
 
+def test_a_run_without_a_step_saves_nothing(policy, tmp_path):
+    arguments = flags(
+        task="commonsense",
+        dataset_name=write_rows(tmp_path, "commonsense"),
+        model_name_or_path=policy,
+        output_dir=tmp_path / "out",
+        **SMALL | {"generation_batch_size": 512},  # 64 prompts of 8
+    )
+    with pytest.raises(ValueError, match="No optimizer step was taken"):
+        train.main(arguments)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ValueError, match=r"rows\.jsonl is empty"):
+        train.load_rows(str(tmp_path / "rows.jsonl"), None, "train")
+
+
 def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path):
     with pytest.raises(FileNotFoundError, match="no file"):
         train.load_rows(str(tmp_path / "rows.jsonl"), None, "train")
