@@ -299,9 +299,10 @@ SUPPORTED = {
         "assert apply(adder(1), [1]) == [2]\n",
     ),
     "named tuples and enumerations": (
-        "from collections import namedtuple\nfrom enum import IntEnum\nP = namedtuple('P', 'x y')\nclass C(IntEnum):\n    RED = 1\n"
+        "from collections import namedtuple\nfrom enum import Enum, IntEnum\nP = namedtuple('P', 'x y')\nclass C(IntEnum):\n    RED = 1\n"
+        "class S(str, Enum):\n    A = 'a'\ndef h(): return S.A\n"
         "def f(): return P(1, 2)\ndef g(): return C.RED\n",
-        "from solution import f, g\nassert f() == (1, 2) and f().x == 1\na, b = f()\nassert (a, b) == (1, 2) and g() == 1 and g() < 2\n",
+        "from solution import f, g, h\nassert h() == 'a' and h().name == 'A'\nassert f() == (1, 2) and f().x == 1\na, b = f()\nassert (a, b) == (1, 2) and g() == 1 and g() < 2\n",
     ),
     "numpy arrays": (
         "import numpy as np\ndef f(n): return np.arange(n) * 2.0\ndef g(a): return a.sum()\n",

@@ -6,7 +6,8 @@ from typing import Any
 
 
 BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\.|[{}]", re.DOTALL)
-FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
+FENCE = re.compile(r"^([ \t]{0,3})(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
+PYTHON = re.compile(r"(?:python|py|ipython)[\d.]*")
 
 
 def text_of(completion: Any) -> str:
@@ -58,19 +59,19 @@ def last_python_block(text: str) -> str | None:
     The last closed Markdown code block marked as Python, or without one the last unmarked. None if there is neither.
     """
     marked = unmarked = None
-    fence = language = ""
+    indent = fence = language = ""
     block: list[str] = []
-    for line in text.splitlines():
+    for line in text.replace("\r\n", "\n").split("\n"):  # not splitlines: it cuts at what Python allows in a string
         match = FENCE.match(line)
         if not fence and match:
-            fence, language = match.group(1), match.group(2).lower()
+            indent, fence, language = match.group(1), match.group(2), match.group(3).lower()
             block = []
-        elif fence and match and not match.group(2) and match.group(1).startswith(fence):
-            if language in ("python", "py", "python3"):
+        elif fence and match and not match.group(3) and match.group(2).startswith(fence):
+            if PYTHON.fullmatch(language):
                 marked = "\n".join(block)
             elif not language:
                 unmarked = "\n".join(block)
             fence = ""
         elif fence:
-            block.append(line)
+            block.append(line.removeprefix(indent))
     return unmarked if marked is None else marked

@@ -165,7 +165,9 @@ class AnswerSide(Channel):
         if (getattr(obj, "__module__", None), getattr(obj, "__name__", None)) in BUILDERS:
             return None
         base = next((base for base in BASES if isinstance(obj, base)), None)
-        return ("answer", self.keep(obj), () if base is None else (base(obj),))
+        # str(obj) of an enumerated string is its name.
+        value = () if base is None else (str.__str__(obj) if base is str else base(obj),)
+        return ("answer", self.keep(obj), value)
 
     def resolve(self, reference: tuple[Any, ...]) -> Any:
         kind, number = reference[:2]
