@@ -330,7 +330,7 @@ def digest(example: dict[str, Any]) -> str:
 
 
 def weights_of(model: str) -> list[list[Any]]:
-    """Names, sizes and times of a local model's weights, which may be replaced under the same path. None on the hub."""
+    """Names, sizes and times of a local model's weights, which may be replaced under the same path. Empty for one on the hub."""
     files = sorted(path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".bin"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 

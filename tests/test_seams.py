@@ -288,6 +288,16 @@ def test_a_batch_that_changes_after_its_tokens_were_selected_is_an_error(model_d
         run(type("Subclass", (change, GMTSGRPOTrainer), {}), model=load_policy(model_dir), output_dir=run_dir, rows=4)
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_batch_in_place_of_the_buffered_one_is_an_error(model_dir, run_dir, number):
+    class Copies(GMTSGRPOTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return super().compute_loss(model, dict(inputs) if self._step == number else inputs, *args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="not the one GRPOTrainer buffered"):
+        run(Copies, model=load_policy(model_dir), output_dir=run_dir, rows=4)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_log_probs_that_a_subclass_asks_for_inside_the_loss_are_never_taken_for_the_policys(model_dir, run_dir, when):
     teacher = load_policy(model_dir)

@@ -132,7 +132,7 @@ def test_what_the_loss_divides_by_is_counted_segment_by_segment():
     segments = torch.tensor([[0], [1]]).expand(2, 6)
     found = select_tokens(
         scores, torch.ones_like(segments, dtype=torch.bool), segments, 2, 0.5,
-        scored_only=False, bottom=False, sum_over_processes=lambda tensor: tensor,
+        scored_only=False, bottom=False, sum_over_processes=identity,
     )  # fmt: skip
     assert found.kept.sum(1).tolist() == [6, 1] and found.budgets.tolist() == [3, 3]
     assert found.denominator == 6 + 3

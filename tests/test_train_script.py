@@ -59,6 +59,17 @@ def flags(**values) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
+def commonsense_flags(policy: Path, folder: Path, **more) -> list[str]:
+    """A short run on rows in the folder, into its `out`."""
+    return flags(
+        task="commonsense",
+        dataset_name=write_rows(folder, "commonsense"),
+        model_name_or_path=policy,
+        output_dir=folder / "out",
+        **SMALL | more,
+    )
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("tiny"))
@@ -149,14 +160,14 @@ def test_evaluated_and_compared_with_where_it_began(trained, policy, tmp_path):
 
 
 def test_resumes_from_the_last_checkpoint(policy, tmp_path):
-    arguments = flags(
-        task="commonsense",
-        dataset_name=write_rows(tmp_path, "commonsense"),
-        model_name_or_path=policy,
-        output_dir=tmp_path / "out",
+    arguments = commonsense_flags(
+        policy,
+        tmp_path,
         logging_steps=1,
         lr_scheduler_type="constant",
-        **SMALL | {"save_steps": 1, "gradient_accumulation_steps": 8, "max_steps": 1},
+        save_steps=1,
+        gradient_accumulation_steps=8,
+        max_steps=1,
     )
     train.main(arguments)
     first = load_file(tmp_path / "out" / "model.safetensors")
@@ -183,13 +194,7 @@ def test_a_penalty_longer_than_the_answer_is_refused(capsys):
 
 
 def test_a_run_without_a_step_saves_nothing(policy, tmp_path):
-    arguments = flags(
-        task="commonsense",
-        dataset_name=write_rows(tmp_path, "commonsense"),
-        model_name_or_path=policy,
-        output_dir=tmp_path / "out",
-        **SMALL | {"generation_batch_size": 512},  # 64 prompts of 8
-    )
+    arguments = commonsense_flags(policy, tmp_path, generation_batch_size=512)  # 64 prompts of 8
     with pytest.raises(ValueError, match="No optimizer step was taken"):
         train.main(arguments)
     assert not (tmp_path / "out" / "model.safetensors").exists()

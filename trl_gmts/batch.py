@@ -78,15 +78,15 @@ def neutralized(
 
 
 class Snapshot:
-    """Tells whether a batch still holds the tensors it held, with nothing written into them since. Copies nothing."""
+    """Tells whether a batch holds other tensors than it held, or something was written into them. Copies nothing."""
 
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+        self.batch = batch
         self._tensors = {name: (value, _version(value)) for name, value in batch.items() if torch.is_tensor(value)}
 
-    def is_still(self, batch: Batch) -> bool:
-        return batch is self._batch and all(
-            batch.get(name, tensor) is tensor and _version(tensor) == version
+    def has_changed(self) -> bool:
+        return any(
+            self.batch.get(name, tensor) is not tensor or _version(tensor) != version
             for name, (tensor, version) in self._tensors.items()
         )
 

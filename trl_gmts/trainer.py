@@ -258,9 +258,14 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         if return_outputs:
             raise ValueError("GMTSGRPOTrainer does not support return_outputs=True, as GRPOTrainer does not.")
         if self._step not in self._plan:
-            self._plan = self._plan_step(model, inputs)
+            self._plan = self._plan_step(model)
         planned, snapshot = self._plan.pop(self._step)
-        if not snapshot.is_still(inputs):
+        if snapshot.batch is not inputs:
+            raise RuntimeError(
+                "compute_loss was given a batch that is not the one GRPOTrainer buffered, so the selection would rank "
+                "other tokens than it trains on. Change batches in _generate_and_score_completions, not later."
+            )
+        if snapshot.has_changed():
             raise RuntimeError(
                 "A micro-batch was changed after its tokens had been selected: the optimizer step is planned over all its "
                 "micro-batches at the first one. Change batches in _generate_and_score_completions, or a copy of them in "
@@ -285,8 +290,8 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
 
     # The optimizer step
 
-    def _plan_step(self, model: torch.nn.Module, inputs: Batch) -> dict[int, tuple[PlannedBatch, Snapshot]]:
-        window = self._window(inputs)
+    def _plan_step(self, model: torch.nn.Module) -> dict[int, tuple[PlannedBatch, Snapshot]]:
+        window = self._window()
         snapshots = [Snapshot(batch) for batch in window]
         num_tokens = self._sum_over_processes(torch.cat([trainable_tokens(batch) for batch in window]).sum())  # N
         scored = self._score(model, window, num_tokens)
@@ -295,7 +300,7 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         planned = self._pack(scored, selected.kept, scale)
         return {self._step + i: pair for i, pair in enumerate(zip(planned, snapshots, strict=True))}
 
-    def _window(self, inputs: Batch) -> list[Batch]:
+    def _window(self) -> list[Batch]:
         """The micro-batches of the optimizer step that begins now, on this process."""
         buffer = self._buffered_inputs
         first = self._step % self.args.steps_per_generation
@@ -303,11 +308,6 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         if not isinstance(buffer, list) or last > len(buffer):
             raise TRLSeamError(
                 f"The micro-batches {first} to {last} of the optimizer step are not in GRPOTrainer's buffer."
-            )
-        if buffer[first] is not inputs:
-            raise RuntimeError(
-                "compute_loss was given a batch that is not the one GRPOTrainer buffered, so the selection would rank "
-                "other tokens than it trains on. Change batches in _generate_and_score_completions, not later."
             )
         return buffer[first:last]
 
@@ -390,11 +390,11 @@ class GMTSGRPOTrainer(DynamicSamplingGRPOTrainer):
         inputs = [logps.detach().requires_grad_(), entropies.detach().requires_grad_()]
         if aux_loss is not None:
             inputs.append(aux_loss.detach().requires_grad_())
-        leaves = iter([(inputs[0], inputs[1], inputs[2] if aux_loss is not None else None)])
+        leaves: list[Forward] = [(inputs[0], inputs[1], inputs[2] if aux_loss is not None else None)]
 
         def once(call: ForwardCall) -> Forward:
-            for forward in leaves:
-                return forward
+            if leaves:
+                return leaves.pop()
             raise RuntimeError(
                 "The loss asked for log-probs more than once, and only one set of them is differentiated. A subclass that "
                 "needs others (a teacher's, say, or those of other tokens) gets them in compute_loss, and adds its term to "

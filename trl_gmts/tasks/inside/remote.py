@@ -325,7 +325,7 @@ class Remote:
         _request(self, "setattr", name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _marked(self, object.__getattribute__(self, "_channel").request("call", self, *args, **kwargs))
+        return _request(self, "call", *args, **kwargs)
 
     def __instancecheck__(self, obj: Any) -> bool:
         return bool(_request(self, "isinstance", obj))
@@ -343,8 +343,8 @@ class Remote:
         return bool(_plain(self, "bool"))
 
 
-def _request(remote: Remote, operation: str, *args: Any) -> Any:
-    return _marked(remote, object.__getattribute__(remote, "_channel").request(operation, remote, *args))
+def _request(remote: Remote, operation: str, *args: Any, **kwargs: Any) -> Any:
+    return _marked(remote, object.__getattribute__(remote, "_channel").request(operation, remote, *args, **kwargs))
 
 
 def _marked(remote: Remote, result: Any) -> Any:
@@ -374,16 +374,9 @@ def _compare(remote: Remote, operation: str, other: Any) -> Any:
     return getattr(operator, operation)(value[0], other)
 
 
-def _method(operation: str) -> Callable[..., Any]:
+def _method(operation: str, request: Callable[..., Any] = _request) -> Callable[..., Any]:
     def method(self: Remote, *args: Any) -> Any:
-        return _request(self, operation, *args)
-
-    return method
-
-
-def _number(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any) -> Any:
-        return _plain(self, operation, *args)
+        return request(self, operation, *args)
 
     return method
 
@@ -409,7 +402,7 @@ def _binary(operation: str) -> Callable[..., Any]:
 for _name in "len iter next reversed str repr neg pos invert enter exit".split():
     setattr(Remote, f"__{_name}__", _method(_name))
 for _name in "int float round abs index".split():
-    setattr(Remote, f"__{_name}__", _number(_name))
+    setattr(Remote, f"__{_name}__", _method(_name, _plain))
 for _name in "getitem setitem delitem contains".split():
     setattr(Remote, f"__{_name}__", _method(_name))
 for _name in "lt le gt ge".split():
